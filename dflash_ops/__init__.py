@@ -1,0 +1,1 @@
+"""Launch, watch and control DFlash training runs inside an LXC container. Imports no torch."""

@@ -1,0 +1,1 @@
+"""Train, evaluate and export DFlash drafters. Imports nothing from dflash_ops."""
