@@ -1,6 +1,7 @@
 """What a run is: one pydantic model per section, unknown keys refused.
 
-Every field carries its meaning in `description`; `trainer config --explain` prints them, and nothing else repeats a default.
+Every field carries its meaning in `description`; `trainer config --explain` prints them, and nothing else
+repeats a default.
 """
 
 from __future__ import annotations
@@ -38,9 +39,7 @@ class DrafterSection(Section):
     target_layer_ids: list[int] | None = Field(
         None, description="Target layers whose outputs are tapped (0-based); default: the official even spread"
     )
-    mask_token_id: int | None = Field(
-        None, description="Token id that stands for a masked slot; default: chosen by rule"
-    )
+    mask_token_id: int | None = Field(None, description="Token id of a masked slot; default: chosen by rule")
     intermediate_size: int | None = Field(None, description="MLP width; default: the target's")
     num_attention_heads: int | None = Field(None, description="Query heads; default: the target's")
     num_key_value_heads: int | None = Field(None, description="Key and value heads; default: the target's")
