@@ -1,0 +1,46 @@
+"""How does a program start in the container? Sources and request are in memory; nothing is written to disk.
+
+This file is executed by the constant one-liner in `dflash_ops.transport.program`; a call of `start` is appended
+to it. It makes the shipped modules importable under their usual names and calls `main(request, channel)` of one.
+"""
+
+import importlib
+import importlib.abc
+import importlib.machinery
+import json
+import linecache
+import os
+import sys
+import types
+
+
+class _Shipped(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Imports the shipped sources."""
+
+    def __init__(self, sources: "dict[str, str]") -> None:
+        self.sources = sources
+
+    def find_spec(
+        self, name: str, path: object = None, target: object = None
+    ) -> "importlib.machinery.ModuleSpec | None":
+        if name in self.sources:
+            return importlib.machinery.ModuleSpec(name, self, is_package=name in ("dflash_ops", "dflash_ops.remote"))
+        return None
+
+    def exec_module(self, module: types.ModuleType) -> None:
+        text = self.sources[module.__name__]
+        origin = "<shipped>/" + module.__name__.replace(".", "/") + ".py"
+        linecache.cache[origin] = (len(text), None, text.splitlines(True), origin)
+        exec(compile(text, origin, "exec"), module.__dict__)
+
+
+def start(sources: "dict[str, str]", request: bytes) -> None:
+    """Run the program that `request` names; `request` is the JSON text as bytes."""
+    if sys.version_info < (3, 8):
+        sys.stdout.write("\n@@DFLASH no-python3\n")
+        return
+    sys.meta_path.insert(0, _Shipped(sources))
+    os.umask(0o022)  # pct hands on the caller's umask and directory
+    os.chdir("/")
+    common = importlib.import_module("dflash_ops.remote.common")
+    common.serve(json.loads(request.decode("utf-8")))

@@ -1,0 +1,59 @@
+"""What does a verb work with? One target, one connection to it, and a place to say how it goes."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from dflash_ops.run import RootPaths
+from dflash_ops.transport.base import Frame, Program, Reply, Transport
+
+if TYPE_CHECKING:
+    from dflash_ops.inventory import Inventory
+
+
+@dataclass
+class Session:
+    """Every verb is a function `(session, options) -> model`. Requests carry the target's root folder by themselves."""
+
+    inventory: Inventory
+    target_name: str
+    transport: Transport
+    root: str = "/var/lib/dflash"
+    quiet: bool = False
+    paths: RootPaths = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.paths = RootPaths(self.root)
+
+    def say(self, text: str) -> None:
+        """One line of progress, on stderr."""
+        if not self.quiet:
+            print(text, file=sys.stderr, flush=True)
+
+    def call(
+        self,
+        verb: str,
+        request: dict[str, Any] | None = None,
+        payload: Iterable[bytes] | None = None,
+        deadline: float = 60.0,
+    ) -> Reply:
+        """Run a remote program to its result."""
+        return self.transport.run(Program(verb), {"root": self.root, **(request or {})}, payload, deadline)
+
+    def stream(
+        self, verb: str, request: dict[str, Any] | None = None, deadline_between_frames: float = 30.0
+    ) -> Iterator[Frame]:
+        """Run a remote program and yield its frames; the last one is its result."""
+        return self.transport.stream(Program(verb), {"root": self.root, **(request or {})}, deadline_between_frames)
+
+    def __enter__(self) -> Session:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.transport.close()

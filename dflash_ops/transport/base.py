@@ -1,0 +1,160 @@
+"""What is a transport: run one program in the container and return its answer, or stream its frames.
+
+A program is a module of `dflash_ops.remote` with `main(request, channel)`. It answers in frames: any number of
+events, then one result or one error. Every error a transport raises is a `TransportError` or, when the program
+itself refused, a `RemoteRefusal`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
+
+from dflash_ops.errors import DflashError, Exit
+
+FrameKind = Literal["event", "result", "error"]
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """The remote module to run, by name (`dflash_ops.remote.<verb>`)."""
+
+    verb: str
+
+
+@dataclass(frozen=True, slots=True)
+class Frame:
+    """One framed answer line. `value` is JSON from the container: data to check, never to trust."""
+
+    kind: FrameKind
+    value: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """The result of a program and the events that came before it."""
+
+    value: dict[str, Any]
+    events: list[Frame] = field(default_factory=list)
+
+
+class Transport(Protocol):
+    """A way into one container. One object serves a whole verb and is closed at its end."""
+
+    round_trips: int  # programs started so far
+
+    def run(
+        self,
+        program: Program,
+        request: dict[str, Any],
+        payload: Iterable[bytes] | None = None,
+        deadline: float = 60.0,
+    ) -> Reply:
+        """Run to the end within `deadline` seconds. `payload` follows the request on the program's stdin."""
+        ...
+
+    def stream(
+        self, program: Program, request: dict[str, Any], deadline_between_frames: float = 30.0
+    ) -> Iterator[Frame]:
+        """Yield events as they come, then the result frame. Closing the iterator ends the remote program.
+
+        Heartbeats (`channel.beat()` in the program) renew the deadline and are not yielded.
+        """
+        ...
+
+    def close(self) -> None: ...
+
+
+class TransportError(DflashError):
+    """The container was not reached or did not answer; nothing is known about the run."""
+
+
+class Unreachable(TransportError):
+    """Host or container cannot be reached."""
+
+    def __init__(self, message: str, hint: str = "", *, detail: str = "") -> None:
+        super().__init__(Exit.UNREACHABLE, message, hint, detail=detail)
+
+
+class ConnectionLost(Unreachable):
+    """The connection broke, or the program ended, before its result came. A new try may succeed."""
+
+
+class Unanswered(TransportError):
+    """A deadline passed, the container is locked or frozen: try again later."""
+
+    def __init__(self, message: str, hint: str = "", *, detail: str = "") -> None:
+        super().__init__(Exit.TEMPORARY, message, hint, detail=detail)
+
+
+class NotPermitted(TransportError):
+    """Key, host key, sudo or root."""
+
+    def __init__(self, message: str, hint: str = "", *, detail: str = "") -> None:
+        super().__init__(Exit.PERMISSION, message, hint, detail=detail)
+
+
+class Misconfigured(TransportError):
+    """No pct, no container, no python3: something must be set up first."""
+
+    def __init__(self, message: str, hint: str = "", *, detail: str = "") -> None:
+        super().__init__(Exit.CONFIGURATION, message, hint, detail=detail)
+
+
+class BadAnswer(TransportError):
+    """What came back is not what a remote program sends: giant, malformed, or not for us."""
+
+    def __init__(self, message: str, hint: str = "", *, detail: str = "") -> None:
+        super().__init__(Exit.UNREACHABLE, message, hint, detail=detail)
+
+
+class RemoteRefusal(DflashError):
+    """The remote program refused, with its own code, sentence and cure. `reason` is a stable word for code."""
+
+    def __init__(self, code: int, message: str, hint: str = "", *, reason: str = "", detail: str = "") -> None:
+        super().__init__(code, message, hint, detail=detail)
+        self.reason = reason
+
+
+class Deadline:
+    """A point in time that may be pushed on by a sign of life."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+        self._end = time.monotonic() + seconds
+
+    def remaining(self) -> float:
+        """Seconds left, never below zero."""
+        return max(0.0, self._end - time.monotonic())
+
+    def renew(self) -> None:
+        """Start the full time anew."""
+        self._end = time.monotonic() + self.seconds
+
+
+class Exchange(Protocol):
+    """One command on a host: iterate over its stdout; afterwards read `stderr` (its last 64 KiB) and `status`."""
+
+    stderr: bytes
+    status: int | None  # exit code; None when the host did not tell
+
+    def __iter__(self) -> Iterator[bytes]: ...
+
+    def close(self) -> None: ...
+
+
+class Host(Protocol):
+    """Runs one command line by the login shell of a machine."""
+
+    label: str  # for messages
+
+    def exchange(self, command: str, stdin: Iterator[bytes], deadline: Deadline, *, keep_stdin: bool) -> Exchange:
+        """Start `command`. With `keep_stdin` its stdin stays open after the last chunk until the exchange is closed.
+
+        Iterating raises Unanswered when `deadline` passes and ConnectionLost when the machine goes away.
+        """
+        ...
+
+    def close(self) -> None: ...

@@ -1,0 +1,64 @@
+"""How are verbs tested without a container? By a transport that records calls and answers from a script."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from dflash_ops.errors import DflashError
+from dflash_ops.transport.base import Frame, Program, Reply
+
+
+@dataclass(frozen=True)
+class Call:
+    """One program that was asked for."""
+
+    verb: str
+    request: dict[str, Any]
+    payload: bytes
+
+
+@dataclass
+class FakeTransport:
+    """`script[verb]` holds the answers for a verb, one per call, in order.
+
+    An answer is a result value, a list of event values ending with the result value, or an error to raise.
+    """
+
+    script: dict[str, list[dict[str, Any] | list[dict[str, Any]] | DflashError]]
+    calls: list[Call] = field(default_factory=list)
+    round_trips: int = 0
+    closed: bool = False
+
+    def run(
+        self,
+        program: Program,
+        request: dict[str, Any],
+        payload: Iterable[bytes] | None = None,
+        deadline: float = 60.0,
+    ) -> Reply:
+        """See Transport.run."""
+        *events, last = self._answer(program, request, b"".join(payload or ()))
+        return Reply(last.value, events)
+
+    def stream(
+        self, program: Program, request: dict[str, Any], deadline_between_frames: float = 30.0
+    ) -> Iterator[Frame]:
+        """See Transport.stream."""
+        yield from self._answer(program, request, b"")
+
+    def close(self) -> None:
+        """Remember that it was closed."""
+        self.closed = True
+
+    def _answer(self, program: Program, request: dict[str, Any], payload: bytes) -> list[Frame]:
+        self.round_trips += 1
+        self.calls.append(Call(program.verb, request, payload))
+        answers = self.script.get(program.verb, [])
+        assert answers, f"the script has no answer left for `{program.verb}`"
+        answer = answers.pop(0)
+        if isinstance(answer, DflashError):
+            raise answer
+        values = answer if isinstance(answer, list) else [answer]
+        return [Frame("event", value) for value in values[:-1]] + [Frame("result", values[-1])]

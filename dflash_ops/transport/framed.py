@@ -1,0 +1,97 @@
+"""How does a command on a host become a transport? It is given the program on stdin and read in frames."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+from dflash_ops.errors import DflashError
+from dflash_ops.transport.base import ConnectionLost, Deadline, Exchange, Frame, Host, Program, RemoteRefusal, Reply
+from dflash_ops.transport.framing import FrameDecoder
+from dflash_ops.transport.program import encode
+
+# Streams last for days; this only keeps a forgotten one from staying in the container for ever.
+STREAM_LIMIT = 7 * 24 * 3600
+
+Explain = Callable[[str, int | None], DflashError | None]
+
+
+class FramedTransport:
+    """Runs programs by one constant command line on a host.
+
+    `explain(text, status)` turns what the command said (stderr and stray stdout) when no answer came into an error.
+    """
+
+    def __init__(self, host: Host, command: str, explain: Explain) -> None:
+        self._host = host
+        self._command = command
+        self._explain = explain
+        self.round_trips = 0
+
+    def run(
+        self,
+        program: Program,
+        request: dict[str, Any],
+        payload: Iterable[bytes] | None = None,
+        deadline: float = 60.0,
+    ) -> Reply:
+        """See Transport.run."""
+        events: list[Frame] = []
+        stdin = encode(program, request, deadline, payload)
+        for frame in self._frames(program, stdin, Deadline(deadline), renew=False):
+            if frame.kind == "result":
+                return Reply(frame.value, events)
+            events.append(frame)
+        raise AssertionError("_frames ends with a result or raises")
+
+    def stream(
+        self, program: Program, request: dict[str, Any], deadline_between_frames: float = 30.0
+    ) -> Iterator[Frame]:
+        """See Transport.stream."""
+        stdin = encode(program, request, STREAM_LIMIT)
+        return self._frames(program, stdin, Deadline(deadline_between_frames), renew=True)
+
+    def close(self) -> None:
+        """Close the host's connection."""
+        self._host.close()
+
+    def _frames(self, program: Program, stdin: Iterator[bytes], deadline: Deadline, *, renew: bool) -> Iterator[Frame]:
+        self.round_trips += 1
+        exchange = self._host.exchange(self._command, stdin, deadline, keep_stdin=renew)
+        decoder = FrameDecoder()
+        try:
+            for chunk in exchange:
+                for kind, value in decoder.feed(chunk):
+                    if renew:
+                        deadline.renew()
+                    if kind == "error":
+                        raise refusal(value)
+                    if kind == "event":
+                        yield Frame("event", value)
+                    elif kind == "result":
+                        yield Frame("result", value)
+                        return
+            raise self._silence(program, exchange, decoder)
+        finally:
+            exchange.close()
+
+    def _silence(self, program: Program, exchange: Exchange, decoder: FrameDecoder) -> DflashError:
+        """The command ended without a result: find out why from what it said."""
+        text = (exchange.stderr + b"\n" + decoder.noise_tail).decode("utf-8", "backslashreplace")
+        return self._explain(text, exchange.status) or ConnectionLost(
+            f"`{program.verb}` ended in the container without an answer (exit code {exchange.status})",
+            "try again; --debug shows what was said instead",
+            detail=text.strip(),
+        )
+
+
+def refusal(value: dict[str, Any]) -> RemoteRefusal:
+    """The error that a remote program framed, with every field checked."""
+    code = value.get("code")
+    return RemoteRefusal(
+        code if isinstance(code, int) and 1 <= code <= 125 else 70,
+        str(value.get("message", "the container refused without a reason")),
+        str(value.get("hint", "")),
+        reason=str(value.get("reason", "")),
+        detail=str(value.get("detail", "")),
+    )
