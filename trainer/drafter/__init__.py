@@ -1,0 +1,1 @@
+"""The drafter: its configuration, its blocks and masks, and the model itself."""
