@@ -31,7 +31,7 @@ class SlotOrder(NamedTuple):
     """The slots of a row, supervised ones first; length N is A*(B-1) rounded up to whole chunks."""
 
     slots: Tensor
-    """[N] int64: index into the flattened [A, B-1] slots. The tail repeats the last one; writing it twice is harmless."""
+    """[N] int64: index into the flattened [A, B-1] slots. The tail repeats the last: writing it twice is harmless."""
     queries: Tensor
     """[N] int64: index of the same slot among the A*B rows of the drafter's hidden states."""
 
