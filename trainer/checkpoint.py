@@ -98,7 +98,7 @@ def save(
             try:
                 return read(
                     final
-                ).path  # the one that the run resumed from: the same state, and it must never be absent
+                ).path  # the run resumed from it: the same state, which must never be absent
             except CheckpointError:
                 _discard(final)  # one that the resumed run passed over
         unfinished.mkdir()

@@ -34,6 +34,7 @@ class StepReport:
     lr: float
     accept_length: float  # expected accepted length, from accepted prefixes
     slot_accuracy: list[float]  # [B-1]
+    sums: Tensor  # `objective.slot_sums` of the step, on the CPU: telemetry pools them over its window
     tokens: int  # tokens of the step's rows, padding left out
     anchors: int  # valid anchors of the step's rows
     step_seconds: float  # since the step before ended
