@@ -24,8 +24,8 @@ class TargetConfig(Section):
     path: str = Field(description="Folder or hub name of the target, as transformers' from_pretrained takes it")
     gguf_file: str | None = Field(None, description="File name inside `path` when the target is a GGUF file")
     dtype: Literal["float32", "bfloat16", "float16"] = Field("bfloat16", description="Precision the target runs in")
-    attention: Literal["sdpa", "flash_attention_2", "eager"] = Field(
-        "sdpa", description="Attention implementation of the target"
+    attention: Literal["auto", "sdpa", "flash_attention_2", "eager"] = Field(
+        "auto", description="Attention of the target; auto: the fastest that keeps packed documents apart"
     )
     trust_remote_code: bool = Field(False, description="Let the target's repository run its own Python code")
 
@@ -59,7 +59,7 @@ class DataConfig(Section):
     max_document_length: int | None = Field(None, description="Longer documents are cut; default: sequence_length")
     epochs: int = Field(6, ge=1, description="Passes over the documents; anchors are drawn anew in each")
     cache_dir: Path | None = Field(None, description="Folder of tokenised documents; default: beside the first source")
-    seed: int = Field(0, description="Seed of document order and anchors")
+    seed: int = Field(0, ge=0, description="Seed of document order and anchors")
 
 
 class ObjectiveConfig(Section):

@@ -1,0 +1,435 @@
+"""What does the target know at its tapped layers, for every token of a packed row?
+
+A `Target` is the frozen decoder of any decoder-only causal LM of transformers: cut off behind the last tapped layer,
+tapped by forward hooks, without its head. Two ways lead through it, and both keep the documents of a row apart:
+
+* *packed*: the row is one sequence and attention is kept within documents, on CUDA by the variable-length flash kernel
+  that comes with torch, elsewhere by transformers' own masks for restarting position ids;
+* *unpacked*: the documents are the right-padded entries of a few batches. Causal models never look at what stands to
+  the right, whatever they are made of: this way is right for linear attention, convolutions and anything else that
+  carries state along the sequence.
+
+Which way a model can go is not a list of architectures but an experiment at load time (`Target._keeps_apart`).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from trainer.config import TargetConfig
+from trainer.data.rows import Row
+
+_log = logging.getLogger(__name__)
+
+VARLEN = "dflash_varlen"
+"""Name under which transformers finds `_varlen_attention`"""
+
+
+class TargetError(Exception):
+    """A target that cannot be used; the text is one sentence."""
+
+
+@dataclass(frozen=True, slots=True)
+class Features:
+    """What the drafter reads of the target, for the S tokens of a row, on the target's device."""
+
+    hidden: Tensor
+    """[S, n * H] outputs of the n tapped layers side by side, in the order of the layer ids"""
+    last_hidden: Tensor | None
+    """[S, H] behind the final norm, ready for the head; only when loaded for distillation"""
+
+
+class TargetInputs(NamedTuple):
+    """A row as the packed way reads it; fixed shapes, so that `Target.forward` can be captured in a CUDA graph."""
+
+    input_ids: Tensor
+    """[1, S] int64"""
+    position_ids: Tensor
+    """[1, S] int64"""
+    boundaries: Tensor
+    """[A + 2] int32: first token of each document, then of the padding, then S repeated; a document has an anchor"""
+
+
+class Target:
+    """A frozen target on one device. One thread may use it at a time; it shares nothing with other targets."""
+
+    def __init__(
+        self,
+        model: Any,
+        layer_ids: Sequence[int],
+        device: torch.device | str,
+        *,
+        attention: str = "auto",
+        last_hidden: bool = False,
+    ) -> None:
+        """Take a transformers causal LM apart; use `load` for one on disk.
+
+        Raises:
+            TargetError: the model has no decoder layers to tap, or not as many as asked for.
+        """
+        self.device = torch.device(device)
+        self.config = model.config.get_text_config()
+        """transformers config of the text model, also for multimodal wrappers"""
+        self.layer_ids = tuple(layer_ids)
+        decoder = model.get_decoder()
+        layers = _decoder_layers(decoder, self.config)
+        self.num_layers = len(layers)
+        self.hidden_size = int(self.config.hidden_size)
+        self.vocab_size = int(self.config.vocab_size)
+        outside = [number for number in self.layer_ids if not 0 <= number < self.num_layers]
+        if outside or not self.layer_ids:
+            raise TargetError(
+                f"target_layer_ids {list(self.layer_ids)} must name layers between 0 and {self.num_layers - 1}"
+            )
+        model.requires_grad_(False)
+        model.eval()
+        output = model.get_output_embeddings()
+        if output is None:
+            raise TargetError(f"{type(model).__name__} has no language-model head")
+        if getattr(output, "bias", None) is not None:
+            raise TargetError("the target's head has a bias, which a drafter's head cannot have")
+        self.logit_softcap: float | None = getattr(self.config, "final_logit_softcapping", None)
+        self.logit_multiplier: float = _logit_multiplier(self.config)
+        """The target multiplies its logits by this, before the soft-cap"""
+
+        self._last_hidden = last_hidden
+        if not last_hidden:
+            # Layers behind the last tap are never run. Truncating is exact, frees their memory and traces cleanly,
+            # which an exception raised by a hook would not.
+            del layers[max(self.layer_ids) + 1 :]
+        tied = output.weight is decoder.get_input_embeddings().weight
+        self._decoder = decoder.to(self.device)
+        self.embedding: Tensor = decoder.get_input_embeddings().weight.detach()
+        """[V, H] on the target's device"""
+        self.head: Tensor = self.embedding if tied else output.weight.detach().to("cpu")
+        """[V, H]; the embedding where they are tied, else left on the CPU: only drafters use it"""
+        self._taps: dict[int, Tensor] = {}
+        for number in set(self.layer_ids):
+            layers[number].register_forward_hook(self._tap(number))
+        self.embedding_scale = self._measure_embedding_scale(layers[0])
+        """The target multiplies token embeddings by this (Gemma); the drafter must do the same"""
+        self.attention = self._choose_attention(attention)
+        """How documents are kept apart: "varlen", "masked" or "unpacked" """
+
+    @classmethod
+    def load(
+        cls,
+        config: TargetConfig,
+        layer_ids: Sequence[int],
+        device: torch.device | str,
+        *,
+        last_hidden: bool = False,
+    ) -> Target:
+        """Load the target's weights onto `device`. To be called before worker threads start.
+
+        Raises:
+            TargetError: the model cannot be loaded or used; says why.
+        """
+        return cls(load_model(config, device), layer_ids, device, attention=config.attention, last_hidden=last_hidden)
+
+    @property
+    def packed(self) -> bool:
+        """Whether a row is one forward pass of fixed shape."""
+        return self.attention != "unpacked"
+
+    @property
+    def capturable(self) -> bool:
+        """Whether `forward` runs without host synchronisation and may be captured in a CUDA graph."""
+        return self.attention == "varlen"
+
+    def inputs(self, row: Row) -> TargetInputs:
+        """The row on the target's device, for `forward`."""
+        return TargetInputs(
+            row.input_ids[None].to(self.device, non_blocking=True),
+            row.position_ids[None].to(self.device, non_blocking=True),
+            _boundaries(row).to(self.device, non_blocking=True),
+        )
+
+    @torch.no_grad()
+    def forward(self, inputs: TargetInputs) -> Features:
+        """Features of a row by one packed pass; only where `packed`."""
+        states, last = self._run(inputs.input_ids, inputs.position_ids, inputs.boundaries)
+        return Features(states[0], last[0] if last is not None else None)
+
+    @torch.no_grad()
+    def features(self, row: Row) -> Features:
+        """Features of a row; no token sees another document. Padding's features are arbitrary but finite."""
+        if self.packed:
+            return self.forward(self.inputs(row))
+        length = len(row.input_ids)
+        hidden = torch.zeros(
+            length, len(self.layer_ids) * self.hidden_size, dtype=self.embedding.dtype, device=self.device
+        )
+        last_hidden = hidden.new_zeros(length, self.hidden_size) if self._last_hidden else None
+        for documents in _similar_lengths(_spans(row)):
+            longest = max(end - start for start, end in documents)
+            # Right padding repeats tokens of the row: causal layers never show it to the tokens before it.
+            places = torch.stack([torch.arange(start, start + longest) for start, _ in documents]).clamp_(
+                max=length - 1
+            )
+            ids = row.input_ids[places].to(self.device)
+            positions = torch.arange(longest, device=self.device).expand(len(documents), -1)
+            states, last = self._run(ids, positions, None)
+            for number, (start, end) in enumerate(documents):
+                hidden[start:end] = states[number, : end - start]
+                if last_hidden is not None and last is not None:
+                    last_hidden[start:end] = last[number, : end - start]
+        return Features(hidden, last_hidden)
+
+    def _tap(self, number: int) -> Any:
+        def hook(_module: nn.Module, _arguments: Any, output: Tensor | tuple[Tensor, ...]) -> None:
+            self._taps[number] = output if isinstance(output, Tensor) else output[0]
+
+        return hook
+
+    def _run(self, ids: Tensor, positions: Tensor, boundaries: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """Tapped states [D, L, n * H] and, for distillation, final ones [D, L, H]."""
+        extra: dict[str, Any] = {}
+        if boundaries is not None and self._decoder.config._attn_implementation == VARLEN:
+            extra = {
+                "cu_seq_lens_q": boundaries,
+                "cu_seq_lens_k": boundaries,
+                "max_length_q": ids.shape[1],
+                "max_length_k": ids.shape[1],
+            }
+        output = self._decoder(input_ids=ids, position_ids=positions, use_cache=False, **extra)
+        states = torch.cat([self._taps[number] for number in self.layer_ids], dim=-1)
+        self._taps.clear()
+        return states, output.last_hidden_state if self._last_hidden else None
+
+    def _measure_embedding_scale(self, first_layer: nn.Module) -> float:
+        """What stands between the embedding table and the first layer, as a factor.
+
+        Families apply it in different places (Gemma in the embedding, Granite in the model), so it is read off.
+        """
+        seen: list[Tensor] = []
+        handle = first_layer.register_forward_pre_hook(
+            lambda _module, arguments, keywords: seen.append(arguments[0] if arguments else keywords["hidden_states"]),
+            with_kwargs=True,
+        )
+        ids = _probe_tokens(self.vocab_size, 32).to(self.device)[None]
+        try:
+            with torch.no_grad():
+                self._run(ids, torch.arange(32, device=self.device)[None], None)
+        finally:
+            handle.remove()
+        table, entered = self.embedding[ids[0]].double(), seen[0][0].double()
+        scale = float((table * entered).sum() / (table * table).sum())
+        if float((entered - scale * table).norm()) > 0.05 * float(entered.norm()):
+            _log.warning(
+                "the target adds something to its token embeddings; the drafter sees the plain embeddings without it"
+            )
+            return 1.0
+        return 1.0 if abs(scale - 1) < 1e-3 else scale
+
+    def _choose_attention(self, wanted: str) -> str:
+        """Set the fastest way that keeps documents apart on this machine."""
+        if wanted == "auto" and self.device.type == "cuda" and self.embedding.dtype != torch.float32:
+            own = self._decoder.config._attn_implementation
+            self._decoder.set_attn_implementation(VARLEN)
+            if self._keeps_apart("varlen", reference=own):
+                return "varlen"
+            self._decoder.set_attn_implementation(own)
+        if self._keeps_apart("masked"):
+            return "masked"
+        _log.info("the target cannot read several documents as one sequence: they are batched by length instead")
+        return "unpacked"
+
+    def _keeps_apart(self, way: str, reference: str | None = None) -> bool:
+        """Whether a packed pass leaks nothing from one document to the next.
+
+        With a `reference`, the name of another attention implementation, it must also agree with that one.
+        The leak test is exact at any precision: the gradient of the second document's features with respect to the
+        first document's embeddings must be zero, not small.
+        """
+        first, second = 24, 40
+        ids = _probe_tokens(self.vocab_size, first + second).to(self.device)
+        positions = torch.cat([torch.arange(first), torch.arange(second)]).to(self.device)
+        boundaries = torch.tensor([0, first, first + second], dtype=torch.int32, device=self.device)
+        embedded: list[Tensor] = []
+
+        def watch(_module: nn.Module, _arguments: Any, output: Tensor) -> Tensor:
+            embedded.append(output.detach().requires_grad_())
+            return embedded[0]
+
+        handle = self._decoder.get_input_embeddings().register_forward_hook(watch)
+        try:
+            with torch.enable_grad():
+                states, _ = self._run(ids[None], positions[None], boundaries)
+                (gradient,) = torch.autograd.grad(states[0, first:].float().square().sum(), embedded[0])
+        except (RuntimeError, NotImplementedError, TypeError, ValueError, KeyError, TargetError) as error:
+            _log.info("packed attention (%s) is not available for this target: %s", way, str(error).split("\n")[0])
+            return False
+        finally:
+            handle.remove()
+            self._taps.clear()
+        if bool(gradient[0, :first].any()) or not bool(gradient[0, first:].any()):
+            return False
+        if reference is not None:
+            self._decoder.set_attn_implementation(reference)
+            with torch.no_grad():
+                alone, _ = self._run(ids[None, first:], positions[None, first:], None)
+            self._decoder.set_attn_implementation(VARLEN)
+            error_norm = (states[0, first:].float() - alone[0].float()).norm(dim=-1) / alone[0].float().norm(dim=-1)
+            if float(error_norm.median()) > 0.05:
+                _log.warning("variable-length attention disagrees with the target's own attention and is not used")
+                return False
+        return True
+
+
+def load_model(config: TargetConfig, device: torch.device | str) -> Any:
+    """The transformers model of a config, on `device`, for inference.
+
+    Raises:
+        TargetError: it cannot be loaded; says why.
+    """
+    from transformers import AutoModelForCausalLM
+
+    device = torch.device(device)
+    options: dict[str, Any] = {
+        "dtype": getattr(torch, config.dtype),
+        "trust_remote_code": config.trust_remote_code,
+    }
+    if config.gguf_file is not None:
+        options["gguf_file"] = config.gguf_file
+    if config.attention != "auto":
+        options["attn_implementation"] = config.attention
+    if device.type == "cuda":
+        options["device_map"] = {"": device}
+    try:
+        model = AutoModelForCausalLM.from_pretrained(config.path, **options)
+    except (OSError, ValueError, ImportError) as error:
+        raise TargetError(f"target {config.path} cannot be loaded: {str(error).strip().splitlines()[0]}") from error
+    return model
+
+
+def load_tokenizer(config: TargetConfig) -> Any:
+    """The target's tokenizer.
+
+    Raises:
+        TargetError: it cannot be loaded; says why.
+    """
+    from transformers import AutoTokenizer
+
+    options = {"gguf_file": config.gguf_file} if config.gguf_file is not None else {}
+    try:
+        return AutoTokenizer.from_pretrained(config.path, trust_remote_code=config.trust_remote_code, **options)
+    except (OSError, ValueError, ImportError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise TargetError(f"the tokenizer of {config.path} cannot be loaded: {reason}") from error
+
+
+def _varlen_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    cu_seq_lens_q: Tensor | None = None,
+    max_length_q: int | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """Causal attention within documents by torch's flash kernel, in transformers' calling convention.
+
+    query [1, heads, S, d], key and value [1, kv_heads, S, d]; returns [1, S, heads, d]. `s_aux` are attention sinks
+    (gpt-oss): a logit per head that takes part in the softmax and attends to nothing.
+    """
+    from torch.nn.attention.varlen import AuxRequest, varlen_attn
+
+    if cu_seq_lens_q is None or max_length_q is None or query.shape[0] != 1:
+        raise TargetError("the model does not hand the document boundaries to its attention")
+    if softcap is not None:
+        raise TargetError("the flash kernel has no soft-capped attention")
+    output: Any = varlen_attn(
+        query[0].transpose(0, 1),
+        key[0].transpose(0, 1),
+        value[0].transpose(0, 1),
+        cu_seq_lens_q,
+        cu_seq_lens_q,
+        max_length_q,
+        max_length_q,
+        scale=scaling,
+        window_size=(-1 if sliding_window is None else sliding_window - 1, 0),
+        enable_gqa=key.shape[1] != query.shape[1],
+        return_aux=AuxRequest(lse=True) if s_aux is not None else None,
+    )
+    if s_aux is not None:
+        output, logsumexp = output  # [S, heads, d], [heads, S]
+        output = output * torch.sigmoid(logsumexp.T - s_aux.float()).to(output.dtype)[..., None]
+    return output[None], None
+
+
+def _register() -> None:
+    from transformers import AttentionInterface
+
+    AttentionInterface.register(VARLEN, _varlen_attention)
+
+
+_register()
+
+
+def _decoder_layers(decoder: nn.Module, config: Any) -> nn.ModuleList:
+    """The list of decoder layers: `layers`, or the only list of the right length under another name."""
+    count = int(config.num_hidden_layers)
+    lists = [module for module in decoder.modules() if isinstance(module, nn.ModuleList) and len(module) == count]
+    own = getattr(decoder, "layers", None)
+    if isinstance(own, nn.ModuleList):
+        return own
+    if len(lists) != 1:
+        raise TargetError(f"{type(decoder).__name__} has no single list of {count} decoder layers to tap")
+    return lists[0]
+
+
+def _logit_multiplier(config: Any) -> float:
+    """Cohere multiplies logits by `logit_scale`, Granite divides them by `logits_scaling`."""
+    if getattr(config, "logit_scale", None) is not None:
+        return float(config.logit_scale)
+    if getattr(config, "logits_scaling", None) is not None:
+        return 1.0 / float(config.logits_scaling)
+    return 1.0
+
+
+def _probe_tokens(vocab_size: int, count: int) -> Tensor:
+    """Distinct-looking token ids spread over the vocabulary, without any random generator."""
+    return (torch.arange(1, count + 1) * 7919) % vocab_size
+
+
+def _spans(row: Row) -> list[tuple[int, int]]:
+    """Half-open spans of the row's documents, padding left out."""
+    starts = torch.unique_consecutive(row.document_start).tolist()
+    ends = [*starts[1:], len(row.input_ids)]
+    # A padding token is its own document; a real one has at least an anchor and the token behind it.
+    return [(start, end) for start, end in zip(starts, ends, strict=True) if end - start > 1]
+
+
+def _boundaries(row: Row) -> Tensor:
+    """[A + 2] int32, see `TargetInputs`."""
+    length = len(row.input_ids)
+    boundaries = torch.full((len(row.anchors) + 2,), length, dtype=torch.int32)
+    spans = _spans(row)
+    starts = [start for start, _ in spans] + [spans[-1][1]]
+    boundaries[: len(starts)] = torch.tensor(starts, dtype=torch.int32)
+    return boundaries
+
+
+def _similar_lengths(spans: list[tuple[int, int]]) -> list[list[tuple[int, int]]]:
+    """Batches of documents none of which is shorter than 7/8 of its batch's longest: little padding, few passes."""
+    batches: list[list[tuple[int, int]]] = []
+    for span in sorted(spans, key=lambda span: span[0] - span[1]):
+        length = span[1] - span[0]
+        if batches and 8 * length >= 7 * (batches[-1][0][1] - batches[-1][0][0]):
+            batches[-1].append(span)
+        else:
+            batches.append([span])
+    return batches
