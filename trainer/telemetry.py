@@ -55,9 +55,8 @@ class Telemetry:
         self._lock = threading.Lock()
         self._since_checkpoint: Tensor | None = None
         path = run_dir / "metrics.jsonl"
-        torn = path.exists() and path.read_bytes()[-1:] not in (b"", b"\n")
         self._file = path.open("a", buffering=1)
-        if torn:  # a kill in the middle of a line: what follows must not be glued to it
+        if not _ends_with_newline(path):  # a kill in the middle of a line: what follows must not be glued to it
             self._file.write("\n")
         self._sinks: list[Sink] = []
         if config.tensorboard:
@@ -158,7 +157,8 @@ def status_line(report: StepReport) -> str:
     """`step 12/200 loss 3.21 accept 1.8 4.3k tok/s`, for logs and for the service manager."""
     rate = report.tokens_per_second
     speed = f"{rate / 1000:.1f}k" if rate >= 1000 else f"{rate:.0f}"
-    return f"step {report.step}/{report.total_steps} loss {report.loss:.3f} accept {report.accept_length:.2f} {speed} tok/s"
+    progress = f"step {report.step}/{report.total_steps}"
+    return f"{progress} loss {report.loss:.3f} accept {report.accept_length:.2f} {speed} tok/s"
 
 
 class _TensorBoard:
