@@ -123,6 +123,9 @@ class ExitRecord(Record):
     invocation_id: str
     boot_id: str
     oom_kills: int | None = None  # of the unit's cgroup, where the kernel counts them
+    # Whether systemd had a stop job for the unit (`systemctl show -p Job` is not empty or 0): a trainer that obeys
+    # SIGTERM exits with status 0 like one that is done, and only this tells a container's shutdown from success.
+    stop_requested: bool | None = None
 
 
 class KillRequest(Record):
