@@ -78,14 +78,18 @@ class TargetEntry(Entry):
 class EnvironmentEntry(Entry):
     """The interpreter that runs the trainer: one that exists, or one built from a lock file."""
 
-    python: str = Field(min_length=1, description="Without lock: the interpreter's path. With: a version such as 3.11")
+    python: str = Field(
+        min_length=1,
+        description="Without lock: the interpreter's path in the container; a relative one starts at the inventory's "
+        "folder, for containers that share it. With lock: a version such as 3.11, or an interpreter's path",
+    )
     lock: Path | None = Field(None, description="requirements file with exact versions (uv export, pip freeze)")
 
     @model_validator(mode="after")
     def _python_is_what_lock_needs(self) -> EnvironmentEntry:
-        if self.lock is None and not self.python.startswith("/"):
-            raise ValueError("`python` must be an absolute path in the container (or give a `lock` to build from)")
-        if self.lock is not None and not re.fullmatch(r"(/[^\0\n]+)|(3\.\d{1,2}(\.\d{1,2})?)", self.python):
+        if "\0" in self.python or "\n" in self.python:
+            raise ValueError("`python` must be a path of one line")
+        if self.lock is not None and not re.fullmatch(r"(/.+)|(3\.\d{1,2}(\.\d{1,2})?)", self.python):
             raise ValueError("with `lock`, `python` is a version such as 3.11 or an absolute path in the container")
         return self
 

@@ -57,3 +57,27 @@ class Session:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.transport.close()
+
+
+def open_session(inventory: Inventory, target: str | None, *, quiet: bool = False) -> Session:
+    """A session with the named target, or the inventory's default one. Nothing is connected yet."""
+    name, entry = inventory.target(target)
+    return Session(inventory, name, open_transport(inventory, name), entry.root, quiet)
+
+
+def open_transport(inventory: Inventory, target: str) -> Transport:
+    """The way into a target of the inventory."""
+    from dflash_ops.transport.framed import FramedTransport
+
+    entry = inventory.targets[target]
+    if entry.host == "local":
+        from dflash_ops.transport.local import local_transport
+
+        return local_transport()
+    from dflash_ops.transport.pct import enter_command, explain
+    from dflash_ops.transport.ssh import SshHost
+
+    command = enter_command(entry, sudo=inventory.hosts[entry.host].sudo)
+    return FramedTransport(
+        SshHost(entry.host, inventory), command, lambda text, status: explain(text, status, entry, entry.host)
+    )
