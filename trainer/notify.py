@@ -37,6 +37,18 @@ class Notifier:
         """The process has begun to end of its own accord."""
         self._send("STOPPING=1")
 
+    def expect_silence(self, seconds: float) -> None:
+        """Until `expect_progress`, let the watchdog wait for at least `seconds`: work without steps is ahead."""
+        if self._watchdog_seconds is not None:
+            self._send(f"WATCHDOG_USEC={int(max(seconds, self._watchdog_seconds) * 1e6)}")
+            self._send("WATCHDOG=1")
+
+    def expect_progress(self) -> None:
+        """Steps are being made: the watchdog's own period holds again."""
+        if self._watchdog_seconds is not None:
+            self._send(f"WATCHDOG_USEC={int(self._watchdog_seconds * 1e6)}")
+            self._send("WATCHDOG=1")
+
     def ping(self) -> None:
         """Proof of progress. Call it where work was done, never from a timer: a stuck worker must stop the pings.
 

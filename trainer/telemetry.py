@@ -68,14 +68,19 @@ class Telemetry:
         """Write a line that is no step: `{"kind": kind, "time": now, ...}`."""
         self._write({"kind": kind, "time": time.time(), **fields})
 
-    def step(self, report: StepReport) -> None:
-        """Take in a finished step; writes when the window is full, and always the first and the last step."""
+    def step(self, report: StepReport) -> bool:
+        """Take in a finished step; writes when the window is full, and always the first and the last step.
+
+        Returns whether it wrote.
+        """
         self._window.append(report)
         with self._lock:
             self._since_checkpoint = _added(self._since_checkpoint, report.sums)
-        if not self._wrote_first or report.step % self._every == 0 or report.step == report.total_steps:
+        due = not self._wrote_first or report.step % self._every == 0 or report.step == report.total_steps
+        if due:
             self._wrote_first = True
             self._flush()
+        return due
 
     def since_checkpoint(self) -> dict[str, float]:
         """Loss and accepted length pooled over the steps since this was last called; empty when there were none."""

@@ -73,6 +73,16 @@ def test_a_fast_loop_does_not_flood_the_manager(manager: socket.socket, monkeypa
     assert messages(manager) == ["WATCHDOG=1"]
 
 
+def test_a_silence_can_be_announced_and_ended(manager: socket.socket, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WATCHDOG_USEC", "30000000")
+    notifier = Notifier()
+    notifier.expect_silence(600)
+    notifier.expect_progress()
+    assert messages(manager) == ["WATCHDOG_USEC=600000000", "WATCHDOG=1", "WATCHDOG_USEC=30000000", "WATCHDOG=1"]
+    notifier.expect_silence(1)  # never shorter than what the unit asks for
+    assert messages(manager)[0] == "WATCHDOG_USEC=30000000"
+
+
 def test_another_process_watchdog_is_left_to_it(manager: socket.socket, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WATCHDOG_USEC", "30000000")
     monkeypatch.setenv("WATCHDOG_PID", str(os.getpid() + 1))
