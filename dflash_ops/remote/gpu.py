@@ -1,0 +1,119 @@
+"""What does nvidia-smi say? Asked for a bounded time, and never a second time while an earlier question hangs."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import glob
+import os
+import shutil
+import signal
+import subprocess
+import tempfile
+import time
+from typing import Any, Dict, Optional
+
+# All known to drivers from 450 on; an unknown field would void the whole answer.
+FIELDS = [
+    "index",
+    "uuid",
+    "name",
+    "utilization.gpu",
+    "memory.used",
+    "memory.total",
+    "power.draw",
+    "power.limit",
+    "temperature.gpu",
+    "mig.mode.current",
+    "driver_version",
+    "pci.bus_id",
+]
+
+
+def ask(root: str, limit: float = 10.0) -> Dict[str, Any]:
+    """The raw answer that `dflash_ops.probes.gpu.RawGpu` describes. Never raises.
+
+    Args:
+        root: the target's root folder; the lock that keeps questions from piling up stands there.
+        limit: seconds for waiting on another question and for our own together.
+    """
+    return {
+        "fields": FIELDS,
+        "command": _query(os.path.join(root, "gpu.lock"), limit),
+        "nodes": sorted(glob.glob("/dev/nvidia*")),
+        "driver": kernel_driver(),
+    }
+
+
+def kernel_driver() -> Optional[str]:
+    """The version of the driver in the kernel, which LXC containers share with the node."""
+    try:
+        with open("/proc/driver/nvidia/version", encoding="utf-8", errors="replace") as stream:
+            words = stream.readline().split()
+    except OSError:
+        return None
+    return next((word for word in words if word[:1].isdigit() and "." in word), None)
+
+
+def _query(lock_path: str, limit: float) -> Dict[str, Any]:
+    program = shutil.which("nvidia-smi")
+    if program is None:
+        return {"state": "missing"}
+    lock = None
+    with contextlib.suppress(OSError):  # a full or read-only disk: ask without the lock
+        lock = os.open(lock_path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    try:
+        end = time.monotonic() + limit
+        while lock is not None:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except OSError:
+                if time.monotonic() > end:
+                    return _busy(lock)
+                time.sleep(0.05)
+        return _run(program, lock, max(1.0, end - time.monotonic()))
+    finally:
+        if lock is not None:
+            os.close(lock)
+
+
+def _run(program: str, lock: Optional[int], limit: float) -> Dict[str, Any]:
+    argv = [program, "--query-gpu=" + ",".join(FIELDS), "--format=csv,noheader,nounits"]
+    with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
+        try:
+            # The child shares our lock: a child that cannot be killed (a driver call in D state) keeps holding it
+            # after we are gone, and the kernel lets go of it when the child ends.
+            child = subprocess.Popen(
+                argv,
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=err,
+                env=dict(os.environ, LC_ALL="C"),
+                start_new_session=True,
+                pass_fds=() if lock is None else (lock,),
+            )
+        except OSError as error:
+            return {"state": "broken", "message": str(error)}
+        if lock is not None:
+            with contextlib.suppress(OSError):
+                os.pwrite(lock, b"%-20d" % child.pid, 0)
+        try:
+            status = child.wait(limit)
+        except subprocess.TimeoutExpired:
+            with contextlib.suppress(OSError):
+                os.killpg(child.pid, signal.SIGKILL)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                child.wait(0.2)
+            return {"state": "timeout", "seconds": limit}
+        texts = []
+        for stream in (out, err):
+            stream.seek(0)
+            texts.append(stream.read(256 * 1024).decode("utf-8", "backslashreplace"))
+        return {"state": "ran", "rc": status, "stdout": texts[0], "stderr": texts[1]}
+
+
+def _busy(lock: int) -> Dict[str, Any]:
+    text = os.pread(lock, 20, 0).strip()
+    seconds = max(0.0, time.time() - os.fstat(lock).st_mtime)
+    return {"state": "busy", "pid": int(text) if text.isdigit() else 0, "seconds": seconds}

@@ -1,0 +1,71 @@
+"""How does text from a container become safe to show on a terminal, and how are sizes, ages and times worded?
+
+Log lines, error messages and file names come from a machine that may be hostile or merely noisy. Everything that is
+printed passes through `visible` first: colours are dropped, every other control character is spelled out.
+"""
+
+from __future__ import annotations
+
+import re
+from datetime import UTC, datetime
+
+# Select Graphic Rendition only: colours and weights. Any other escape (titles, cursor, clipboard, queries that make
+# the terminal type an answer) is spelled out below.
+_COLOUR = re.compile(r"\x1b\[[0-9;:]{0,64}m")
+# C0 but tab, DEL, C1, soft line breaks, direction overrides and zero-width marks that hide or reorder text, lone
+# surrogates (they cannot be encoded again).
+_HIDDEN = re.compile(
+    "[\x00-\x08\x0a-\x1f\x7f-\x9f\u061c\u200b-\u200f\u2028-\u202e\u2060-\u2069\ufeff\ufff9-\ufffb\ud800-\udfff]"
+)
+
+
+def _spelled(match: re.Match[str]) -> str:
+    code = ord(match.group())
+    return f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}"
+
+
+def visible(text: str, limit: int | None = None) -> str:
+    """One line of foreign text, safe to print.
+
+    Args:
+        text: a line; a newline inside it is spelled out as well.
+        limit: cut to this many characters, marked by an ellipsis.
+    """
+    safe = _HIDDEN.sub(_spelled, _COLOUR.sub("", text))
+    if limit is not None and len(safe) > limit:
+        return safe[: limit - 1] + "…"
+    return safe
+
+
+def decoded(data: bytes) -> str:
+    """Bytes of a log as text; what is not UTF-8 is spelled out (`\\xff`)."""
+    return data.decode("utf-8", "backslashreplace")
+
+
+def age(seconds: float) -> str:
+    """A duration in at most two units: `41s`, `12m`, `3h 12m`, `2d 4h`."""
+    whole = max(0, int(seconds))
+    days, hours, minutes = whole // 86400, whole % 86400 // 3600, whole % 3600 // 60
+    if days:
+        return f"{days}d {hours}h" if hours else f"{days}d"
+    if hours:
+        return f"{hours}h {minutes}m" if minutes else f"{hours}h"
+    if minutes:
+        return f"{minutes}m"
+    return f"{whole}s"
+
+
+def size(count: float) -> str:
+    """A number of bytes in binary units: `812 B`, `1.4 GiB`."""
+    value, unit = float(count), "B"
+    for larger in ("KiB", "MiB", "GiB", "TiB"):
+        if value < 1024:
+            break
+        value, unit = value / 1024, larger
+    return f"{value:.0f} {unit}" if unit == "B" or value >= 100 else f"{value:.1f} {unit}"
+
+
+def rfc3339(epoch: float) -> str:
+    """A moment in UTC with milliseconds, as the trainer's log writes it."""
+    moment = datetime.fromtimestamp(epoch, UTC)
+    return moment.strftime("%Y-%m-%dT%H:%M:%S.") + f"{moment.microsecond // 1000:03d}Z"
