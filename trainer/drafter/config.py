@@ -51,10 +51,7 @@ class _Tokenizer(Protocol):
 
     mask_token_id: int | None
 
-    def __len__(self) -> int: ...
     def get_vocab(self) -> dict[str, int]: ...
-    @property
-    def all_special_tokens(self) -> list[str]: ...
 
 
 @dataclass(frozen=True, slots=True)
