@@ -246,7 +246,8 @@ def _explain(section: type[BaseModel], depth: int) -> Iterator[str]:
             yield from _explain(inner, depth + 1)
             yield ""
         else:
-            yield f"{margin}{name}: {_default(field)}  # {field.description} [{_kind(field.annotation)}{_bounds(field)}]"
+            kind = f"{_kind(field.annotation)}{_bounds(field)}"
+            yield f"{margin}{name}: {_default(field)}  # {field.description} [{kind}]"
 
 
 def _default(field: FieldInfo) -> str:
@@ -306,7 +307,7 @@ def _sentence(path: Path, root: yaml.Node, set_paths: set[str], problem: ErrorDe
     name = ".".join(str(part) for part in location)
     line = _line(root, location)
     overridden = any(f"{name}.".startswith(f"{set_path}.") for set_path in set_paths)
-    where = f"override {name}" if overridden else f"{path} line {line}" if line else str(path)
+    where = "override" if overridden else f"{path} line {line}" if line else str(path)
     if problem["type"] == "extra_forbidden":
         nearest = _nearest(name)
         return f"{where}: {name} is not a known key" + (f"; did you mean {nearest}?" if nearest else "")

@@ -35,8 +35,10 @@ class Statistics:
     """Documents that can be trained on: each has at least one anchor position"""
     unanchored: int = 0
     """Records left out because no two neighbouring tokens of theirs are supervised (after cutting)"""
+    refused: int = 0
+    """Of these, chats that the chat template refused to render"""
     untellable: int = 0
-    """Of these, chats with an assistant turn that the chat template did not render"""
+    """Records, kept or not, with an assistant turn that the chat template did not show"""
     cut: int = 0
     """Documents cut at the greatest length"""
     tokens: int = 0
@@ -137,9 +139,11 @@ class DocumentWriter:
         self._supervised: BinaryIO = (folder / "supervised.b1").open("wb")
         self._kept = _Selection(max_length)
 
-    def add(self, ids: Int32, supervised: Bool, *, untellable: bool = False) -> None:
+    def add(self, ids: Int32, supervised: Bool, *, refused: bool = False, untellable: bool = False) -> None:
         """Append one document, cut at the greatest length; one without an anchor position is only counted."""
-        pair = self._kept.select(ids, supervised, untellable=untellable)
+        self._kept.refused += refused
+        self._kept.untellable += untellable
+        pair = self._kept.select(ids, supervised)
         if pair is not None:
             self._tokens.write(pair[0].tobytes())
             self._supervised.write(pair[1].tobytes())
@@ -163,9 +167,10 @@ class _Selection:
         self._max_length = max_length
         self.lengths: list[int] = []
         self._candidates: list[int] = []
-        self._records = self._unanchored = self._untellable = self._cut = self._supervised = self._cut_tokens = 0
+        self.refused = self.untellable = 0
+        self._records = self._unanchored = self._cut = self._supervised = self._cut_tokens = 0
 
-    def select(self, ids: Int32, supervised: Bool, *, untellable: bool = False) -> tuple[Int32, Bool] | None:
+    def select(self, ids: Int32, supervised: Bool) -> tuple[Int32, Bool] | None:
         if ids.shape != supervised.shape:
             raise DataError(f"a document has {len(ids)} tokens but {len(supervised)} supervision flags")
         self._records += 1
@@ -175,7 +180,6 @@ class _Selection:
         count = len(anchor_candidates(supervised))
         if not count:
             self._unanchored += 1
-            self._untellable += untellable
             return None
         self.lengths.append(len(ids))
         self._candidates.append(count)
@@ -195,7 +199,8 @@ class _Selection:
             records=self._records,
             documents=len(self.lengths),
             unanchored=self._unanchored,
-            untellable=self._untellable,
+            refused=self.refused,
+            untellable=self.untellable,
             cut=self._cut,
             tokens=sum(self.lengths),
             supervised=self._supervised,
