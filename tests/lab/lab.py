@@ -230,6 +230,7 @@ class Lab:
             ("lxc.cgroup.dir", f"{self._cgroup}/{vmid}"),
             ("lxc.cap.drop", "mac_admin mac_override sys_time sys_module sys_rawio"),
             ("lxc.tty.max", "0"),
+            ("lxc.pty.max", "1024"),
         ]
         for source, inside in shared.items():
             options = "bind,ro,create=dir"
@@ -321,6 +322,30 @@ class Lab:
         with socket.socket() as probe:
             probe.settimeout(2)
             return probe.connect_ex(("127.0.0.1", self.port)) == 0
+
+    def ssh_command(self, key: str = "id_ed25519", user: str = "root") -> list[str]:
+        """OpenSSH's client with nothing of this machine's own configuration; the remote command follows."""
+        options = {
+            "IdentityFile": self.ssh / key,
+            "IdentitiesOnly": "yes",
+            "UserKnownHostsFile": self.known_hosts,
+            "StrictHostKeyChecking": "yes",
+            "BatchMode": "yes",
+            "LogLevel": "ERROR",
+            "SendEnv": "LANG LC_*",
+        }
+        words = [word for key, value in options.items() for word in ("-o", f"{key}={value}")]
+        return ["ssh", "-F", "none", "-T", "-p", str(self.port), *words, f"{user}@127.0.0.1"]
+
+    @contextlib.contextmanager
+    def slow_pct(self, seconds: float) -> Iterator[None]:
+        """`pct` takes this long to start: about 0.8 on a real node, an hour for one that hangs."""
+        switch = "/etc/dflash-lab/pct-delay"
+        self.node("sh", "-c", f"echo {seconds} >{switch}")
+        try:
+            yield
+        finally:
+            self.node("rm", "-f", switch)
 
     # ---- the container -------------------------------------------------------------------------------------
 
