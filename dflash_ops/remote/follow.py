@@ -29,7 +29,8 @@ def main(request: Dict[str, Any], channel: Channel) -> Dict[str, Any]:
 
     request: `root`, `run`; `cursor` {inode, offset} or null to begin; then `lines` (null: all) and `since` (unix
     seconds; negative: seconds ago; null) say where; `follow` until the run's end, or only what is there.
-    Events: {run}, {inode, offset, data}, {notice}, {caught_up}. Result: the probe's snapshot, without the GPUs.
+    Events: {run}; {at: {inode, offset}} whenever the position is set; {data, size} from there on; {notice} before the
+    position jumps; {caught_up}. Result: the probe's snapshot, without the GPUs.
     """
     paths = common.find_run(request["root"], request.get("run"))
     channel.event(run=paths.run)
@@ -114,12 +115,13 @@ class _Reader:
         if os.fstat(self._stream.fileno()).st_size < self._offset:
             self._notice("the log was truncated; it is shown from its beginning")
             self._offset = 0
+            self._tell()
         while True:
             data = os.pread(self._stream.fileno(), CHUNK, self._offset)
             if not data:
                 return
             packed = base64.b64encode(zlib.compress(data, 1)).decode("ascii")
-            self._channel.event(inode=self._inode, offset=self._offset, size=len(data), data=packed)
+            self._channel.event(size=len(data), data=packed)
             self._offset += len(data)
 
     def _notice(self, text: str) -> None:
@@ -130,6 +132,10 @@ class _Reader:
             self._stream.close()
         self._stream, self._inode, self._offset = stream, os.fstat(stream.fileno()).st_ino, offset
         self._told_gone = False
+        self._tell()
+
+    def _tell(self) -> None:
+        self._channel.event(at={"inode": self._inode, "offset": self._offset})
 
     def _open_path(self) -> Optional[BinaryIO]:
         try:
