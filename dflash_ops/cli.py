@@ -6,11 +6,11 @@ import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn
 
 import typer
 
-from dflash_ops.errors import DflashError, Exit
+from dflash_ops.errors import DflashError, Exit, UsageError
 
 if TYPE_CHECKING:
     from pydantic import BaseModel
@@ -66,15 +66,79 @@ def show(model: BaseModel, *, json: bool, render: Callable[[Any], None]) -> None
         render(model)
 
 
+RunArgument = Annotated[str | None, typer.Argument(help="Default: the newest run of the target", metavar="[RUN]")]
+
+
+@app.command()
+def launch(
+    job: Annotated[str | None, typer.Argument(help="Default: the inventory's default job", metavar="[JOB]")] = None,
+    run: Annotated[str | None, typer.Option("--run", help="Name of the run; default: job and time")] = None,
+    target: TargetOption = None,
+    set_: Annotated[
+        list[str] | None, typer.Option("--set", help="Of the trainer's configuration, as optimizer.lr=1e-4")
+    ] = None,
+    wait: Annotated[
+        Literal["none", "started", "step"] | None, typer.Option("--wait", help="What must be true before it returns")
+    ] = None,
+    timeout: Annotated[float | None, typer.Option("--timeout", help="Seconds to wait for that", min=0)] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show what would be done; nothing is connected")] = False,
+    replace: Annotated[bool, typer.Option("--replace", help="Stop the run that holds the same GPUs first")] = False,
+    json: JsonOption = False,
+) -> None:
+    """Start a run; return when it is true that it runs."""
+    with session(target, json=json) as opened:
+        from dflash_ops import launch as verb
+
+        options = verb.LaunchOptions(job, run, tuple(set_ or ()), wait, timeout, replace)
+        asked = verb.plan(opened.inventory, opened.target_name, opened.paths, options)
+        if dry_run:
+            if json:
+                from json import dumps
+
+                print(dumps({"schema": 1, "spec": asked.spec, "argv": asked.argv}, indent=2))
+            else:
+                verb.render_plan(asked)
+            return
+        show(verb.execute(opened, asked, replace), json=json, render=verb.render)
+
+
+@app.command()
+def kill(
+    run: RunArgument = None,
+    target: TargetOption = None,
+    grace: Annotated[float, typer.Option("--grace", help="Seconds from SIGTERM to SIGKILL", min=0)] = 45,
+    force: Annotated[bool, typer.Option("--force", help="SIGKILL at once: no checkpoint is written")] = False,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask")] = False,
+    json: JsonOption = False,
+) -> None:
+    """End a run: it may save first. Returns when it is gone."""
+    with session(target, json=json) as opened:
+        from dflash_ops import kill as verb
+
+        if not yes:
+            confirm(f"Stop {run or 'the newest run'} of {opened.target_name}?")
+        show(verb.kill(opened, verb.KillOptions(run, grace, force)), json=json, render=verb.render)
+
+
+def confirm(question: str) -> None:
+    """Ask on the terminal. Raises UsageError without one, Exit when the answer is no."""
+    if not (sys.stdin.isatty() and sys.stderr.isatty()):
+        raise UsageError("this asks before it acts, and there is no terminal to ask on", "add -y to mean it")
+    if not typer.confirm(question, err=True):
+        raise typer.Exit(1)
+
+
 def _fail(error: DflashError) -> NoReturn:
     from dflash_ops.text import visible
 
     if Common.json:
         import json
 
-        body = {"code": error.code, "message": error.message, "hint": error.hint}
+        body = {"code": error.code, "message": error.message, "hint": error.hint, "lines": error.lines}
         print(json.dumps({"schema": 1, "error": body}))
     red, plain = ("\x1b[31m", "\x1b[0m") if sys.stderr.isatty() and "NO_COLOR" not in os.environ else ("", "")
+    for line in error.lines:
+        print(f"  | {visible(line)}", file=sys.stderr)
     print(f"{red}dflash: {visible(error.message)}{plain}", file=sys.stderr)
     if error.hint:
         print(f"  {visible(error.hint)}", file=sys.stderr)

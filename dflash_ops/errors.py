@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from enum import IntEnum
 
 
@@ -24,14 +25,18 @@ class Exit(IntEnum):
 
 
 class DflashError(Exception):
-    """An expected failure. `message` is one sentence, `hint` the cure, `detail` what only --debug shows."""
+    """An expected failure.
 
-    def __init__(self, code: int, message: str, hint: str = "", *, detail: str = "") -> None:
+    `message` is one sentence, `hint` the cure, `lines` the end of a log that belongs to it, `detail` for --debug only.
+    """
+
+    def __init__(self, code: int, message: str, hint: str = "", *, detail: str = "", lines: Sequence[str] = ()) -> None:
         super().__init__(message)
         self.code = int(code)
         self.message = message
         self.hint = hint
         self.detail = detail
+        self.lines = tuple(lines)
 
 
 class UsageError(DflashError):

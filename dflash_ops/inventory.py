@@ -139,6 +139,10 @@ class Inventory(Entry):
         """A path of the inventory on this machine."""
         return self.path.parent / path.expanduser()
 
+    def resolve_python(self, python: str) -> Path:
+        """An interpreter's path in the container; a relative one is shared with this machine."""
+        return self.path.parent / python
+
     def target(self, name: str | None) -> tuple[str, TargetEntry]:
         """The named target, else the default one, else the only one. Raises UsageError."""
         return _choose("target", self.targets, name or self.default_target, "--target NAME")

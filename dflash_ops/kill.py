@@ -1,0 +1,106 @@
+"""How is a run ended? SIGTERM, so that the trainer saves and leaves; then SIGKILL; then proof that it is gone."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from pydantic import BaseModel, Field, ValidationError
+
+from dflash_ops.launch import launched_by
+from dflash_ops.probes.gpu import GpuDevices, GpuNone, RawGpu, read_gpu
+from dflash_ops.probes.snapshot import Snapshot, read_snapshot
+from dflash_ops.run import check_run_name
+from dflash_ops.session import Session
+from dflash_ops.text import visible
+from dflash_ops.unit import STOP_SECONDS
+from dflash_ops.verdict import Verdict, judge
+
+
+@dataclass(frozen=True)
+class KillOptions:
+    """What may be asked of a kill."""
+
+    run: str | None = None  # None: the newest
+    grace: float = STOP_SECONDS  # seconds before SIGKILL
+    force: bool = False
+
+
+class GpuRelease(BaseModel):
+    """Memory of one of the run's GPUs, in MiB; null where nvidia-smi did not say."""
+
+    index: int
+    before: float | None
+    after: float | None
+
+
+class KillReport(BaseModel):
+    """How the run ended."""
+
+    schema_version: Literal[1] = Field(1, serialization_alias="schema")
+    run: str
+    target: str
+    outcome: Literal["stopped", "killed", "already-ended"]
+    verdict: Verdict
+    gpus: list[GpuRelease] = Field(default_factory=list)
+
+
+def kill(session: Session, options: KillOptions) -> KillReport:
+    """End a run, in one round trip. A run that has ended already is left as it is. Raises DflashError."""
+    request: dict[str, Any] = {
+        "run": check_run_name(options.run) if options.run is not None else None,
+        "grace": options.grace,
+        "force": options.force,
+        "by": launched_by(),
+        "stop_seconds": STOP_SECONDS,
+    }
+    for frame in session.stream("stop", request, deadline_between_frames=60):
+        if frame.kind == "result":
+            seen = read_snapshot(frame.value["snapshot"])
+            return KillReport.model_validate(
+                {
+                    "run": seen.record.run,
+                    "target": session.target_name,
+                    "outcome": frame.value.get("outcome"),
+                    "verdict": judge(seen),
+                    "gpus": _released(frame.value.get("gpu"), seen),
+                }
+            )
+        if frame.value.get("state"):
+            session.say(visible(f"{frame.value.get('run')}: {frame.value['state']}", 200))
+        elif frame.value.get("waited"):
+            session.say(f"  waiting, {frame.value['waited']} s")
+    raise AssertionError("a stream ends with a result or an error")
+
+
+def _released(before: Any, seen: Snapshot) -> list[GpuRelease]:
+    """The run's GPUs before and after. Memory of others on the same GPU is in both."""
+    if before is None:
+        return []
+    try:
+        reading = read_gpu(RawGpu.model_validate(before))
+    except ValidationError:
+        return []
+    if isinstance(reading, GpuNone):
+        return []
+    held = {device.index: device.memory_used for device in _devices(reading)}
+    left = {device.index: device.memory_used for device in _devices(seen.gpu)}
+    return [GpuRelease(index=index, before=held.get(index), after=left.get(index)) for index in seen.roles.all]
+
+
+def _devices(reading: Any) -> list[Any]:
+    return list(reading.devices) if isinstance(reading, GpuDevices) else []
+
+
+def render(report: KillReport) -> None:
+    """The end, and what became of the GPUs' memory."""
+    words = {
+        "stopped": "has stopped",
+        "killed": "was killed by SIGKILL",
+        "already-ended": f"had ended already: {report.verdict.state}",
+    }
+    reason = f" ({visible(report.verdict.reason)})" if report.verdict.reason else ""
+    print(f"{report.run} {words[report.outcome]}{reason}")
+    for gpu in report.gpus:
+        before, after = (f"{value:g} MiB" if value is not None else "unknown" for value in (gpu.before, gpu.after))
+        print(f"  GPU {gpu.index}: {before} in use before, {after} now")

@@ -1,0 +1,83 @@
+"""Can a run be started in this container? Checked before anything is sent or made."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from typing import Any, Dict
+
+from dflash_ops.remote import common, store
+from dflash_ops.remote.common import CONFIGURATION, TEMPORARY, Channel, Refusal
+
+MIN_FREE = 64 * 1024 * 1024  # bytes: a run's own files and its first log lines
+MIN_SYSTEMD = 240  # Type=exec and StandardOutput=append:
+_ASK = "import sys,json;print(json.dumps([list(sys.version_info[:3]),sys.executable]))"
+
+
+def main(request: Dict[str, Any], channel: Channel) -> Dict[str, Any]:
+    """request: `root`; `release`, a name; `python`, the interpreter's path; `locked`, whether dflash builds it."""
+    root = common.checked_root(request["root"])
+    systemd = systemd_version()
+    os.makedirs(os.path.join(root, "runs"), exist_ok=True)
+    space = os.statvfs(root)
+    free = space.f_bavail * space.f_frsize
+    if free < MIN_FREE:
+        raise Refusal(CONFIGURATION, "the disk of %s is full (%d MiB are free)" % (root, free >> 20), _FREE, "disk")
+    if space.f_files and not space.f_favail:
+        raise Refusal(CONFIGURATION, "the disk of %s has no inodes left" % root, _FREE, "disk")
+    version = None
+    missing = request["locked"] and not os.path.exists(request["python"])
+    if not missing:
+        version = interpreter_version(request["python"])
+    return {
+        "release": store.state_of(root, request["release"]),
+        "python": version,
+        "environment_missing": missing,
+        "systemd": systemd,
+        "free_bytes": free,
+        "time": time.time(),
+    }
+
+
+_FREE = "free space there (`dflash gc` shows what may go)"
+
+
+def systemd_version() -> int:
+    """The version of the systemd that is PID 1. Raises Refusal when it is another init or too old."""
+    if not os.path.isdir("/run/systemd/system"):
+        raise Refusal(
+            CONFIGURATION, "systemd is not PID 1 in the container", "use a container template with systemd (Debian)"
+        )
+    done = common.call(["systemctl", "--version"], 10)
+    words = done.stdout.split()
+    if done.status != 0 or len(words) < 2 or not words[1].isdigit():
+        raise Refusal(TEMPORARY, "systemctl did not answer: %s" % (done.error or done.stderr.strip()), "try again")
+    version = int(words[1])
+    if version < MIN_SYSTEMD:
+        raise Refusal(CONFIGURATION, "systemd %d is too old (%d is needed)" % (version, MIN_SYSTEMD), "upgrade it")
+    return version
+
+
+def interpreter_version(python: str) -> str:
+    """`3.11.2`. Raises Refusal when the interpreter does not run."""
+    if not os.path.exists(python):
+        raise Refusal(
+            CONFIGURATION,
+            "there is no %s in the container" % python,
+            "correct `python` of the environment in inventory.yaml",
+            "no-python",
+        )
+    done = common.call([python, "-I", "-S", "-c", _ASK], 20)
+    try:
+        (major, minor, micro), _ = json.loads(done.stdout)
+    except ValueError:
+        last = (done.stderr.strip().splitlines() or [done.error or "it said nothing"])[-1]
+        raise Refusal(CONFIGURATION, "%s in the container does not run: %s" % (python, last), "", "no-python") from None
+    if (major, minor) < (3, 11):
+        raise Refusal(
+            CONFIGURATION,
+            "%s is Python %d.%d; the trainer needs 3.11 or newer" % (python, major, minor),
+            "name another in `python` of the environment",
+        )
+    return "%d.%d.%d" % (major, minor, micro)

@@ -1,0 +1,134 @@
+"""How does a run end on request? Asked, waited for, forced, confirmed; each step is told while it happens."""
+
+from __future__ import annotations
+
+import time
+from typing import Any, Dict, Optional
+
+from dflash_ops.remote import common, gpu, probe
+from dflash_ops.remote.common import TEMPORARY, Channel, Refusal, RunPaths
+
+_POLL = 0.2
+_AFTER_FORCE = 15.0  # seconds for systemd to bury what was killed and for the recorder to write
+_GPU_FREE = 20.0  # seconds for the driver to give the memory back
+_DEAD = ("inactive", "failed")
+
+
+def main(request: Dict[str, Any], channel: Channel) -> Dict[str, Any]:
+    """Stop a run.
+
+    request: `root`; `run` or null for the newest; `grace` seconds before SIGKILL; `force`: SIGKILL at once; `by`, who
+    asks; `stop_seconds`, the unit's own TimeoutStopSec. Events: {run, state}, {waited}. Result: `outcome`: stopped,
+    killed or already-ended; `snapshot`; `gpu`: the raw answer of nvidia-smi from before, null when not asked.
+    """
+    paths = common.find_run(request["root"], request.get("run"))
+    unit = _show(paths)
+    started = common.read_json(paths.started) or {}
+    if _dead(unit):
+        channel.event(run=paths.run, state="already ended")
+        return _answer("already-ended", paths, request, None)
+    if started.get("invocation_id") and unit.get("InvocationID") not in ("", started["invocation_id"]):
+        raise Refusal(
+            TEMPORARY,
+            "the unit %s is now somebody else's (its invocation is not the run's)" % paths.unit,
+            "look at it with `systemctl status %s` in the container" % paths.unit,
+        )
+    used = _gpu_memory(paths, request)
+    grace, force = float(request["grace"]), bool(request["force"])
+    # The record comes first: whatever happens next, the end will be known as asked for.
+    if common.read_json(paths.kill_requested) is None or force:
+        wish = {"time": time.time(), "by": request["by"], "grace": grace, "force": force}
+        common.write_json(paths.kill_requested, wish)
+    channel.event(run=paths.run, state="asked to stop")
+    outcome = "stopped"
+    if force:
+        outcome = "killed"
+        _force(paths)
+    else:
+        if grace <= float(request["stop_seconds"]):
+            # systemd itself ends the run after its own time, even if we are gone by then.
+            _systemctl("--no-block", "stop", paths.unit)
+        else:
+            _systemctl("kill", "--kill-who=main", "--signal=TERM", paths.unit)
+        if not _gone(paths, grace, channel):
+            outcome = "killed"
+            channel.event(run=paths.run, state="still there after %g s: killed" % grace)
+            _force(paths)
+    if not _gone(paths, _AFTER_FORCE, channel):
+        raise Refusal(
+            TEMPORARY,
+            "the run %s is still there after SIGKILL: a process of it hangs in the kernel" % paths.run,
+            "often a GPU driver call: look at dmesg on the node; restarting the container ends it",
+            "unkillable",
+        )
+    channel.event(run=paths.run, state="unit gone")
+    if used is not None:
+        _wait_for_gpus(request, channel)
+    return _answer(outcome, paths, request, used)
+
+
+def _answer(outcome: str, paths: RunPaths, request: Dict[str, Any], used: Optional[Dict[str, Any]]) -> Dict[str, Any]:
+    wanted = {"root": request["root"], "gpu": used is not None, "lines": 50}
+    return {"outcome": outcome, "gpu": used, "snapshot": probe.snapshot(paths, wanted)}
+
+
+def _show(paths: RunPaths) -> Dict[str, str]:
+    return common.show_units([paths.unit]).get(paths.unit, {})
+
+
+def _dead(unit: Dict[str, str]) -> bool:
+    return unit.get("LoadState") == "not-found" or unit.get("ActiveState") in _DEAD
+
+
+def _systemctl(*words: str) -> None:
+    done = common.call(["systemctl", *words], 20)
+    if done.status is None:
+        raise Refusal(TEMPORARY, "systemd in the container did not answer: %s" % done.error, "try again", "systemd")
+
+
+def _force(paths: RunPaths) -> None:
+    _systemctl("kill", "--signal=KILL", paths.unit)
+    _systemctl("--no-block", "stop", paths.unit)
+
+
+def _gone(paths: RunPaths, seconds: float, channel: Channel) -> bool:
+    """Wait for the unit to be gone and its recorder to be done."""
+    begin = time.monotonic()
+    told = 0.0
+    while True:
+        if _dead(_show(paths)):
+            return True
+        waited = time.monotonic() - begin
+        if waited >= seconds:
+            return False
+        if waited - told >= 1:
+            told = waited
+            channel.event(waited=round(waited))
+        channel.pause(min(_POLL, max(0.01, seconds - waited)))
+
+
+def _gpu_memory(paths: RunPaths, request: Dict[str, Any]) -> Optional[Dict[str, Any]]:
+    """nvidia-smi's answer while the run still holds its GPUs; None for a run on CPU."""
+    spec = common.read_json(paths.spec) or {}
+    held = spec.get("gpus") or {}
+    if not (held.get("target") or held.get("drafters")):
+        return None
+    return gpu.ask(request["root"])
+
+
+def _wait_for_gpus(request: Dict[str, Any], channel: Channel) -> None:
+    """The driver gives memory back a moment after the process: wait until two answers are the same."""
+    end = time.monotonic() + _GPU_FREE
+    before = None
+    while time.monotonic() < end:
+        now = gpu.ask(request["root"])["command"]
+        if now.get("state") != "ran" or _memory(now) == before:
+            return
+        before = _memory(now)
+        channel.pause(1.0)
+
+
+def _memory(command: Dict[str, Any]) -> str:
+    column = gpu.FIELDS.index("memory.used")
+    rows = [line.split(",") for line in str(command.get("stdout", "")).splitlines()]
+    return ";".join(row[column].strip() for row in rows if len(row) > column)

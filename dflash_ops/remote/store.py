@@ -1,0 +1,141 @@
+"""How does a release come into the container? Whole and verified, by a rename at the end, or not at all."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import re
+import shutil
+import time
+from typing import Any, Dict, List, Optional
+
+from dflash_ops.remote import common
+from dflash_ops.remote.common import CONFIGURATION, TEMPORARY, Channel, Refusal
+
+MANIFEST = ".manifest.json"
+PACKAGE = "trainer"
+_NAME = re.compile(r"[0-9a-f]{32}\Z")
+_STALE_SECONDS = 3600  # an upload that is older was cut off by something that left it no time to clean up
+
+
+def main(request: Dict[str, Any], channel: Channel) -> Dict[str, Any]:
+    """Store a release from the payload.
+
+    request: `root`; `release`, its name; `files`, the manifest. The payload is all contents in that order.
+    """
+    root, name, files = request["root"], request["release"], request["files"]
+    base = os.path.join(common.checked_root(root), "releases")
+    _check(name, files)
+    os.makedirs(base, exist_ok=True)
+    _sweep(base)
+    if state_of(root, name) == "present":
+        return {"state": "present"}
+    temporary = os.path.join(base, "%s.tmp-%d-%d" % (name, os.getpid(), time.time_ns()))
+    try:
+        os.mkdir(temporary)
+        for entry in files:
+            _receive(channel, os.path.join(temporary, PACKAGE), entry)
+        common.write_json(os.path.join(temporary, MANIFEST), {"files": files})
+        for folder, _, _ in os.walk(temporary):
+            common.fsync_directory(folder)
+        _put_in_place(root, name, temporary)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+    common.fsync_directory(base)
+    return {"state": "stored", "bytes": sum(entry["size"] for entry in files)}
+
+
+def state_of(root: str, name: str) -> str:
+    """`present` (every file was read and is right), `missing`, or `damaged`."""
+    if not _NAME.match(name):
+        raise Refusal(CONFIGURATION, "%r is not the name of a release" % name)
+    folder = os.path.join(common.checked_root(root), "releases", name)
+    if not os.path.isdir(folder):
+        return "missing"
+    manifest = common.read_json(os.path.join(folder, MANIFEST))
+    try:
+        files = manifest["files"]  # type: ignore[index]
+        _check(name, files)
+        expected = {entry["path"] for entry in files}
+        found = set()
+        package = os.path.join(folder, PACKAGE)
+        for here, folders, names in os.walk(package):
+            folders[:] = [each for each in folders if each != "__pycache__"]
+            found |= {os.path.relpath(os.path.join(here, each), package) for each in names}
+        if found != expected:
+            return "damaged"
+        for entry in files:
+            if _hash(os.path.join(package, entry["path"])) != entry["sha256"]:
+                return "damaged"
+    except (Refusal, OSError, TypeError, KeyError):
+        return "damaged"
+    return "present"
+
+
+def _check(name: str, files: List[Dict[str, Any]]) -> None:
+    """Refuse a manifest that does not have this name, or that would write elsewhere."""
+    digest = hashlib.sha256()
+    for entry in files:
+        path = entry["path"]
+        parts = path.split("/")
+        if not path or path.startswith("/") or any(part in ("", ".", "..") for part in parts) or "\0" in path:
+            raise Refusal(CONFIGURATION, "a release cannot hold the path %r" % path)
+        line = "%s %d %d %s\n" % (entry["sha256"], bool(entry["executable"]), entry["size"], path)
+        digest.update(line.encode("utf-8"))
+    if not _NAME.match(name) or digest.hexdigest()[:32] != name:
+        raise Refusal(CONFIGURATION, "the manifest is not that of release %s" % name)
+
+
+def _receive(channel: Channel, package: str, entry: Dict[str, Any]) -> None:
+    """One file from the payload, durable. Raises Refusal when the payload ends early or is not what was announced."""
+    path = os.path.join(package, entry["path"])
+    os.makedirs(os.path.dirname(path), exist_ok=True)
+    digest = hashlib.sha256()
+    left = entry["size"]
+    with open(path, "wb") as stream:
+        while left:
+            chunk = channel.payload.read(min(left, 1 << 18))
+            if not chunk:
+                raise Refusal(TEMPORARY, "the upload was cut off", "try again", "cut-off")
+            digest.update(chunk)
+            stream.write(chunk)
+            left -= len(chunk)
+        stream.flush()
+        os.fchmod(stream.fileno(), 0o755 if entry["executable"] else 0o644)
+        os.fsync(stream.fileno())
+    if digest.hexdigest() != entry["sha256"]:
+        raise Refusal(TEMPORARY, "%s arrived changed" % entry["path"], "try again", "changed")
+
+
+def _put_in_place(root: str, name: str, temporary: str) -> None:
+    final = os.path.join(common.checked_root(root), "releases", name)
+    with common.locked(os.path.join(root, "releases", ".lock"), 30):
+        state = state_of(root, name)
+        if state == "present":  # somebody else stored the same one meanwhile
+            shutil.rmtree(temporary, ignore_errors=True)
+            return
+        if state == "damaged":
+            # Running trainers may still read from the old folder; gc removes it later.
+            os.rename(final, "%s.damaged-%d" % (final, time.time_ns()))
+        os.rename(temporary, final)
+
+
+def _sweep(base: str) -> None:
+    """Remove uploads that were cut off long ago."""
+    for entry in os.scandir(base):
+        if ".tmp-" in entry.name:
+            with contextlib.suppress(OSError):
+                if time.time() - entry.stat(follow_symlinks=False).st_mtime > _STALE_SECONDS:
+                    shutil.rmtree(entry.path, ignore_errors=True)
+
+
+def _hash(path: str) -> Optional[str]:
+    digest = hashlib.sha256()
+    with open(path, "rb") as stream:
+        while True:
+            chunk = stream.read(1 << 18)
+            if not chunk:
+                return digest.hexdigest()
+            digest.update(chunk)
