@@ -120,6 +120,62 @@ def kill(
         show(verb.kill(opened, verb.KillOptions(run, grace, force)), json=json, render=verb.render)
 
 
+@app.command()
+def status(
+    run: RunArgument = None,
+    target: TargetOption = None,
+    watch: Annotated[bool, typer.Option("--watch", "-w", help="Keep looking, over one connection")] = False,
+    exit_code: Annotated[bool, typer.Option("--exit-code", help="Exit as the run stands: 100 failed, 101 …")] = False,
+    json: JsonOption = False,
+) -> None:
+    """How a run is: its unit, log and GPUs, each asked for itself, and what follows from them."""
+    if watch and json:
+        raise UsageError("--watch draws a live view, --json prints one document", "use one of the two")
+    with session(target, json=json) as opened:
+        from dflash_ops import render
+        from dflash_ops import status as verb
+
+        if watch:
+            answer = render.show_watch(verb.watch(opened, run))
+        else:
+            answer = verb.status(opened, run)
+            show(answer, json=json, render=render.show_status)
+        if exit_code:
+            raise typer.Exit(answer.exit_code)
+
+
+@app.command("tail-logs")
+def tail_logs(
+    run: RunArgument = None,
+    target: TargetOption = None,
+    lines: Annotated[
+        int | None, typer.Option("--lines", "-n", min=0, help="Last lines (with --grep: last matches) to begin with")
+    ] = None,
+    follow: Annotated[bool, typer.Option("--follow/--no-follow", "-f", help="Go on until the run ends")] = True,
+    since: Annotated[str | None, typer.Option("--since", help="10m, 2h, 1d, or 2026-11-30T07:20:00Z")] = None,
+    grep: Annotated[str | None, typer.Option("--grep", help="Only lines that match this regular expression")] = None,
+) -> None:
+    """What a run says. Reconnects by itself; Ctrl-C stops looking, not the run."""
+    from dflash_ops import logs as verb
+
+    begin = verb.parse_since(since) if since is not None else None
+    pattern = verb.parse_grep(grep) if grep is not None else None
+    if lines is None and begin is None and pattern is None:
+        lines = 50
+    with session(target) as opened:
+        from dflash_ops import render
+
+        try:
+            ended = verb.tail(opened, verb.TailOptions(run, lines, follow, begin, pattern), sys.stdout)
+        except KeyboardInterrupt:
+            sys.stdout.flush()
+            opened.say("\ndetached: the run is not affected; `dflash tail-logs` looks again")
+            return
+        sys.stdout.flush()
+        if follow:
+            opened.say(f"-- {render.verdict_line(ended)}")
+
+
 def confirm(question: str) -> None:
     """Ask on the terminal. Raises UsageError without one, Exit when the answer is no."""
     if not (sys.stdin.isatty() and sys.stderr.isatty()):

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from rich.console import Console, Group, RenderableType
+from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
@@ -43,7 +44,7 @@ _BAD = ("failed", "lost", "stalled")
 
 def console() -> Console:
     """Where answers go. Piped output is not wrapped: a line stays a line for grep."""
-    return Console(highlight=False, markup=False, emoji=False, soft_wrap=not sys.stdout.isatty())
+    return Console(highlight=False, markup=False, emoji=False, width=None if sys.stdout.isatty() else 1000)
 
 
 def sparkline(values: Sequence[float | None], width: int = 24) -> str:
@@ -224,3 +225,23 @@ def status_view(status: Status, *, lines: int | None = None) -> RenderableType:
 def show_status(status: Status) -> None:
     """Print it."""
     console().print(status_view(status))
+
+
+def verdict_line(status: Status) -> str:
+    """`run r7 failed: exit 1 after 2m (CUDA out of memory)`."""
+    return f"run {status.run} {status.state}" + (f": {status.reason}" if status.reason else "")
+
+
+def show_watch(statuses: Iterator[Status]) -> Status:
+    """Redraw each status in place until the run is over or Ctrl-C. Returns the last one."""
+    screen = console()
+    last: Status | None = None
+    try:
+        with Live(console=screen, auto_refresh=False, vertical_overflow="crop") as live:
+            for last in statuses:
+                live.update(Group(status_view(last, lines=6), Text(last.now.utc, style="dim")), refresh=True)
+    except KeyboardInterrupt:
+        if last is None:
+            raise
+    assert last is not None  # the iterator yields or raises
+    return last
