@@ -74,6 +74,7 @@ class Forward(NamedTuple):
 class StepNumbers:
     """The pooled numbers of one optimizer step, read from `DrafterStep.result`."""
 
+    sums: Tensor  # see trainer.objective.slot_sums
     summary: Mapping[str, float | list[float | None]]  # see trainer.objective.summarise
     grad_norm: float
     tokens: int
@@ -165,8 +166,7 @@ class DrafterStep:
             self._run_weigh = turn.compile(self._weigh)
             # A CPU has no backward for flex_attention, and the eager reference uses the dense mask everywhere.
             self._flex = self._on_gpu
-        weights = {name: tensor.to("cpu", copy=True) for name, tensor in self.drafter.state_dict().items()}
-        moments = {name: tensor.to("cpu", copy=True) for name, tensor in self.optimizer.state_dict().items()}
+        weights, moments = self.copy_state()
         self._load_synthetic()
         for _ in range(WARM_UP_STEPS):
             for piece in (self._forward, self._one_chunk, self._backward, self._update):
@@ -190,6 +190,17 @@ class DrafterStep:
         self.optimizer.load_state_dict(moments)
         self.exchanged.zero_()
         self._sums.zero_()
+
+    def copy_state(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """The drafter's and the optimizer's state on the CPU, owned by the caller; waits for the device."""
+        weights = {name: tensor.detach().to("cpu", copy=True) for name, tensor in self.drafter.state_dict().items()}
+        moments = {name: tensor.detach().to("cpu", copy=True) for name, tensor in self.optimizer.state_dict().items()}
+        return weights, moments
+
+    def feature_buffers(self) -> tuple[Tensor, Tensor | None]:
+        """New buffers of the shapes that `load` takes features and last hidden states in."""
+        last_hidden = None if self._last_hidden is None else torch.zeros_like(self._last_hidden)
+        return torch.zeros_like(self._features), last_hidden
 
     @torch.no_grad()
     def _load_synthetic(self) -> None:
@@ -236,8 +247,8 @@ class DrafterStep:
 
     def read(self, result: Tensor) -> StepNumbers:
         """What a host copy of `result` says."""
-        sums, rest = result[: self._sum_count], result[self._sum_count :].tolist()
-        return StepNumbers(summarise(sums), rest[3], int(rest[0]), int(rest[1]), rest[2] > 0)
+        sums, rest = result[: self._sum_count].double(), result[self._sum_count :].tolist()
+        return StepNumbers(sums, summarise(sums), rest[3], int(rest[0]), int(rest[1]), rest[2] > 0)
 
     # ----------------------------------------------------------------------------------------------------- pieces
 

@@ -33,7 +33,7 @@ class StepReport:
     grad_norm: float  # before clipping
     lr: float
     accept_length: float  # expected accepted length, from accepted prefixes
-    slot_accuracy: list[float]  # [B-1]
+    slot_accuracy: list[float | None]  # [B-1]
     sums: Tensor  # `objective.slot_sums` of the step, on the CPU: telemetry pools them over its window
     tokens: int  # tokens of the step's rows, padding left out
     anchors: int  # valid anchors of the step's rows

@@ -1,0 +1,131 @@
+"""A tiny run: a random two-layer Llama as target, random documents, a two-layer drafter. Importable by processes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from trainer.config import RunConfig
+from trainer.data.documents import Documents, Statistics
+from trainer.data.rows import RowSource
+from trainer.drafter.config import DrafterConfig
+from trainer.pipeline.supervisor import Pipeline
+from trainer.pipeline.types import Hooks, Outcome, StepReport, TrainState
+from trainer.target import Target
+
+VOCABULARY, HIDDEN, LAYERS, BLOCK = 96, 32, 3, 4
+LENGTH, ANCHORS = 64, 8
+
+
+def run_config(*, targets: int = 1, drafters: int = 1, device: str = "cpu", **sections: dict[str, Any]) -> RunConfig:
+    document: dict[str, Any] = {
+        "target": {"path": "unused", "dtype": "float32"},
+        "data": {"sources": ["unused"], "sequence_length": LENGTH, "anchors_per_row": ANCHORS, "epochs": 10_000},
+        "optimizer": {"max_steps": 6, "lr": 1e-3},
+        "pipeline": {"targets": [device] * targets, "drafters": [device] * drafters, "mode": "eager"},
+        "objective": {"head_chunk": 16},
+    }
+    for name, values in sections.items():
+        document[name] = {**document.get(name, {}), **values}
+    return RunConfig.model_validate(document)
+
+
+def drafter_config() -> DrafterConfig:
+    return DrafterConfig(
+        hidden_size=HIDDEN,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        vocab_size=VOCABULARY,
+        num_target_layers=LAYERS,
+        target_layer_ids=(0, 2),
+        block_size=BLOCK,
+        mask_token_id=3,
+        layer_types=("full_attention", "full_attention"),
+    )
+
+
+def row_source(config: RunConfig) -> RowSource:
+    random = np.random.default_rng(0)
+    lengths = random.integers(10, 40, size=30)
+    offsets = np.concatenate([[0], np.cumsum(lengths)])
+    total = int(offsets[-1])
+    documents = Documents(
+        tokens=random.integers(4, VOCABULARY, size=total).astype(np.int32),
+        supervised=np.ones(total, np.bool_),
+        offsets=offsets.astype(np.int64),
+        candidates=(lengths - 2).astype(np.int64),
+        statistics=Statistics(records=30, documents=30, tokens=total, supervised=total),
+        content_hash="tiny",
+    )
+    data = config.data
+    return RowSource(
+        documents,
+        sequence_length=data.sequence_length,
+        anchors_per_row=data.anchors_per_row,
+        epochs=data.epochs,
+        seed=data.seed,
+    )
+
+
+def load_target(device: torch.device) -> Target:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=HIDDEN,
+        intermediate_size=64,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=128,
+        initializer_range=0.2,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = LlamaForCausalLM(config)
+    return Target(model, drafter_config().target_layer_ids, device)
+
+
+class Recorder:
+    """Hooks that remember."""
+
+    def __init__(self) -> None:
+        self.steps: list[StepReport] = []
+        self.saved: list[TrainState] = []
+        self.compiled: list[dict[str, Any]] = []
+        self.statuses: list[str] = []
+
+    def hooks(self, **others: Any) -> Hooks:
+        known: dict[str, Any] = {
+            "on_status": self.statuses.append,
+            "on_compiled": self.compiled.extend,
+            "on_step": self.steps.append,
+            "save": lambda state, report: self.saved.append(state),
+        }
+        return Hooks(**{**known, **others})
+
+    @property
+    def losses(self) -> list[float]:
+        return [report.loss for report in self.steps]
+
+
+def train(
+    config: RunConfig, recorder: Recorder | None = None, start: TrainState | None = None, **hooks: Any
+) -> tuple[Recorder, Outcome]:
+    recorder = recorder or Recorder()
+    pipeline = Pipeline(
+        config, drafter_config(), row_source(config), recorder.hooks(**hooks), start, load_target=load_target
+    )
+    return recorder, pipeline.run()
+
+
+def losses_of_this_process(drafters: int, steps: int, path: Path) -> None:
+    """Train as one of several processes, told apart by torchrun's environment variables; write the losses."""
+    recorder, _ = train(run_config(drafters=drafters, optimizer={"max_steps": steps}))
+    path.write_text("\n".join(loss.hex() for loss in recorder.losses))

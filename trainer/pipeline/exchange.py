@@ -1,0 +1,255 @@
+"""How do drafters add up their gradients, within a process and across processes and nodes?
+
+Every drafter worker holds one rank of a torch.distributed process group: gloo on CPUs, NCCL on GPUs. The groups are
+made directly, over a store that spans all processes of the run, because one process holds several ranks, which
+torch.distributed's default group does not know. Drafters that share a GPU (NCCL refuses two ranks on one) first add
+up among themselves, in their order, and their first one goes to the group for all.
+
+Which ranks add up in which order depends on their numbers alone, so one process with two drafters computes the very
+sums that two processes with one drafter each do.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.distributed import HashStore  # type: ignore[attr-defined]
+from torch.distributed.distributed_c10d import PrefixStore, ProcessGroupGloo
+from torch.distributed.rendezvous import rendezvous
+
+from trainer.pipeline.queues import Closed
+
+TIMEOUT = timedelta(minutes=10)  # of a collective; a peer that dies is noticed at once, this is for one that hangs
+_FAILURE_KEY = "dflash/failure"
+
+
+class ExchangeError(RuntimeError):
+    """Drafters of different processes could not find or reach each other."""
+
+
+@dataclass(frozen=True)
+class Group:
+    """All drafters of the run, and which of them live in this process."""
+
+    store: Any  # torch.distributed.Store
+    process: int
+    processes: int
+    first_drafter: int
+    drafters: int  # of all processes
+    first_rank: int
+    ranks: int  # devices with a drafter, of all processes
+
+    @classmethod
+    def join(cls, local: list[torch.device]) -> Group:
+        """Meet the run's other processes, if torchrun's environment variables tell of any.
+
+        Args:
+            local: the device of each drafter in this process.
+        """
+        mine = (len(local), len(_shared(local)))
+        if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+            return cls(HashStore(), 0, 1, 0, mine[0], 0, mine[1])
+        try:
+            # Knows whether torchrun's agent already serves the store or process 0 has to.
+            store, process, processes = next(rendezvous("env://", timeout=TIMEOUT))
+            store.set(f"dflash/drafters/{process}", json.dumps(mine))
+            counts = [json.loads(store.get(f"dflash/drafters/{other}")) for other in range(processes)]
+        except (ValueError, RuntimeError) as error:
+            raise ExchangeError(
+                f"process {os.environ.get('RANK')} of {os.environ.get('WORLD_SIZE')} could not meet the others at "
+                f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}: {error}"
+            ) from error
+        before, everyone = counts[:process], counts
+        return cls(
+            store,
+            process,
+            processes,
+            sum(c[0] for c in before),
+            sum(c[0] for c in everyone),
+            sum(c[1] for c in before),
+            sum(c[1] for c in everyone),
+        )
+
+    def report_failure(self, text: str) -> None:
+        """Tell the other processes that this one is going down, and why."""
+        if self.processes > 1:
+            self.store.set(_FAILURE_KEY, f"process {self.process}: {text}"[:2000])
+
+    def reported_failure(self) -> str | None:
+        """What brought another process down, if one said so."""
+        if self.processes > 1 and self.store.check([_FAILURE_KEY]):
+            return str(self.store.get(_FAILURE_KEY).decode())
+        return None
+
+    def exchanges(self, local: list[torch.device]) -> list[Exchange]:
+        """One exchange for each drafter of this process, in their order; see `Exchange.connect`."""
+        if len({device.type for device in local}) > 1:
+            raise ExchangeError("drafters on CPU and on CUDA devices cannot exchange gradients: use one kind")
+        shared = _shared(local)
+        meeting = threading.Barrier(len(shared))
+        result: list[Exchange | None] = [None] * len(local)
+        for number, members in enumerate(shared):
+            among_devices: Exchange = Alone()
+            if self.ranks > 1:
+                among_devices = Collective(self, self.first_rank + number, local[members[0]], meeting)
+            if len(members) == 1:
+                result[members[0]] = among_devices
+            else:
+                room = _Room(len(members))
+                for place, member in enumerate(members):
+                    result[member] = SharedDevice(room, place, among_devices if place == 0 else Alone())
+        return [exchange for exchange in result if exchange is not None]
+
+
+def _shared(devices: list[torch.device]) -> list[list[int]]:
+    """Drafters by the GPU that they share. CPU drafters share nothing: each stands for a device of its own."""
+    if devices and devices[0].type != "cuda":
+        return [[number] for number in range(len(devices))]
+    groups: dict[torch.device, list[int]] = {}
+    for number, device in enumerate(devices):
+        groups.setdefault(device, []).append(number)
+    return list(groups.values())
+
+
+class Exchange(Protocol):
+    """One drafter's part in the exchange. All drafters must make the same calls in the same order."""
+
+    def connect(self) -> None:
+        """Join the group, in the worker's thread; returns when all have."""
+
+    def add_up(self, buffer: Tensor) -> None:
+        """Replace the buffer by the sum over all drafters; on CUDA enqueued on the current stream.
+
+        Raises:
+            Closed: another worker of this process failed.
+        """
+
+    def abort(self) -> None:
+        """Wake everyone who waits for a drafter of this process; from any thread."""
+
+    def close(self) -> None:
+        """Leave the group, in the worker's thread."""
+
+
+class Alone:
+    """The only drafter."""
+
+    def connect(self) -> None: ...
+
+    def add_up(self, buffer: Tensor) -> None: ...
+
+    def abort(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class Collective:
+    """A rank of a gloo or NCCL group."""
+
+    def __init__(self, group: Group, rank: int, device: torch.device, meeting: threading.Barrier) -> None:
+        self._group, self._rank, self._device = group, rank, device
+        # Ranks of this process meet before each collective: a failure among them then ends a wait that can be broken,
+        # not one inside the library.
+        self._meeting = meeting
+        self._ranks: Any = None
+
+    def connect(self) -> None:
+        store = PrefixStore("dflash/exchange", self._group.store)
+        if self._device.type == "cuda":
+            from torch.distributed.distributed_c10d import ProcessGroupNCCL
+
+            options = ProcessGroupNCCL.Options()
+            options._timeout = TIMEOUT
+            self._ranks = ProcessGroupNCCL(store, self._rank, self._group.ranks, options)
+        else:
+            self._ranks = ProcessGroupGloo(store, self._rank, self._group.ranks, TIMEOUT)
+        self.add_up(torch.zeros(1, device=self._device))  # NCCL connects at the first collective
+
+    def add_up(self, buffer: Tensor) -> None:
+        _meet(self._meeting)
+        self._ranks.allreduce([buffer]).wait()
+
+    def abort(self) -> None:
+        self._meeting.abort()
+
+    def close(self) -> None:
+        if self._ranks is not None:
+            self._ranks.shutdown()
+            self._ranks = None
+
+
+class _Room:
+    """Where the drafters of one device meet."""
+
+    def __init__(self, members: int) -> None:
+        self.meeting = threading.Barrier(members)
+        self.buffers: list[Tensor | None] = [None] * members
+        self.events: list[torch.cuda.Event | None] = [None] * members
+
+
+class SharedDevice:
+    """One of several drafters on one device: the first adds up for all."""
+
+    def __init__(self, room: _Room, place: int, outside: Exchange) -> None:
+        self._room, self._place, self._outside = room, place, outside
+
+    def connect(self) -> None:
+        self._outside.connect()
+
+    def add_up(self, buffer: Tensor) -> None:
+        room, first = self._room, self._place == 0
+        room.buffers[self._place] = buffer
+        self._mark()
+        _meet(room.meeting)
+        if first:
+            for place in range(1, len(room.buffers)):
+                self._after(place)
+                other = room.buffers[place]
+                assert other is not None
+                buffer.add_(other)
+            self._outside.add_up(buffer)
+            self._mark()
+        _meet(room.meeting)
+        if not first:
+            self._after(0)
+            total = room.buffers[0]
+            assert total is not None
+            buffer.copy_(total)
+            self._mark()
+        _meet(room.meeting)
+        if first:  # its buffer must not change before the others have read it
+            for place in range(1, len(room.buffers)):
+                self._after(place)
+
+    def abort(self) -> None:
+        self._room.meeting.abort()
+        self._outside.abort()
+
+    def close(self) -> None:
+        self._outside.close()
+
+    def _mark(self) -> None:
+        """Say that what this drafter's stream holds so far is what the others may build on."""
+        buffer = self._room.buffers[self._place]
+        if buffer is not None and buffer.is_cuda:
+            self._room.events[self._place] = torch.cuda.current_stream(buffer.device).record_event()
+
+    def _after(self, place: int) -> None:
+        """Let this drafter's stream wait for another's mark."""
+        event = self._room.events[place]
+        if event is not None:
+            torch.cuda.current_stream().wait_event(event)
+
+
+def _meet(barrier: threading.Barrier) -> None:
+    try:
+        barrier.wait()
+    except threading.BrokenBarrierError as error:
+        raise Closed from error

@@ -1,0 +1,306 @@
+"""How are the threads of a run started, watched and ended?
+
+`Pipeline.run` builds everything, lets the workers compile one after the other, opens the start, and then only listens:
+to reports, to the caller's wishes, and to the first failure. It returns when all is done and raises `PipelineError`
+with the first cause otherwise; both within bounded time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trainer.compilation import CompileCache, CompilePhase, cache_root
+from trainer.config import RunConfig
+from trainer.data.rows import RowSource
+from trainer.drafter.config import DrafterConfig
+from trainer.drafter.model import DFlashDrafter
+from trainer.pipeline.exchange import Group
+from trainer.pipeline.plan import Plan, total_steps
+from trainer.pipeline.queues import Ring
+from trainer.pipeline.types import Hooks, Outcome, PipelineError, StepReport, TrainState
+from trainer.pipeline.workers import (
+    CheckpointWorker,
+    DrafterWorker,
+    RowWorker,
+    Shared,
+    Statistics,
+    TargetWorker,
+    Worker,
+)
+from trainer.target import Target
+
+log = logging.getLogger(__name__)
+
+POLL_SECONDS = 0.1  # how fast a wish of the caller is seen
+PEER_POLL_SECONDS = 1.0  # how fast another process's failure is seen
+END_SECONDS = 5.0  # for workers to end after a failure; a thread that hangs in a driver is left behind
+SAVE_SECONDS = 60.0  # for writing a failed run's last checkpoint, and for one that is being written
+
+
+class Pipeline:
+    """One training run in this process."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        drafter_config: DrafterConfig,
+        source: RowSource,
+        hooks: Hooks,
+        start: TrainState | None = None,
+        *,
+        load_target: Callable[[torch.device], Target] | None = None,
+    ) -> None:
+        """Nothing runs before `run`.
+
+        Args:
+            start: the state to go on from; None: the drafter that `config.seed` draws, and a fresh optimizer.
+            load_target: loads a target onto a device; called once per target worker in the thread that calls `run`,
+                since loading changes torch's default type for a moment. Default: the one that `config.target` names.
+        """
+        self._config, self._drafter_config, self._source = config, drafter_config, source
+        self._hooks, self._start = hooks, start
+        self._load_target = load_target or self._load_configured_target
+        self._polled_peers = 0.0
+
+    def _load_configured_target(self, device: torch.device) -> Target:
+        distils = self._config.objective.distillation != "none"
+        layers = self._drafter_config.target_layer_ids
+        return Target.load(self._config.target, layers, device, last_hidden=distils)
+
+    def run(self) -> Outcome:
+        """Train to the end, or until `Hooks.should_stop`.
+
+        Raises:
+            PipelineError: a worker failed; its first cause is `__cause__`.
+            ValueError: the configuration cannot be run; before anything started.
+        """
+        config = self._config
+        target_devices = [_device(name) for name in config.pipeline.targets]
+        drafter_devices = [_device(name) for name in config.pipeline.drafters]
+        if not target_devices or not drafter_devices:
+            raise ValueError("pipeline.targets and pipeline.drafters need at least one device each")
+        group = Group.join(drafter_devices)
+        plan = self._plan(group, len(drafter_devices))
+        _use_compile_cache(config, self._drafter_config, drafter_devices[0])
+        with CompilePhase(config.pipeline.mode) as phase:
+            shared = Shared(
+                config,
+                plan,
+                phase,
+                rows=Ring(config.pipeline.queue_depth * len(target_devices)),
+                deliveries=[Ring(config.pipeline.queue_depth) for _ in drafter_devices],
+                places=[[] for _ in drafter_devices],
+                exchanges=group.exchanges(drafter_devices),
+            )
+            workers = self._workers(shared, target_devices, drafter_devices)
+            for worker in workers:
+                worker.start()
+            try:
+                self._prepare(shared, workers)
+                self._listen(shared, workers, group)
+            except BaseException as error:  # a hook, or Ctrl-C
+                shared.fail("main", error)
+            if shared.failures:
+                raise self._end_failed_run(shared, workers, group)
+            for worker in workers:
+                worker.join()
+            self._pass_on_reports(shared)
+            drafter = next(worker for worker in workers if isinstance(worker, DrafterWorker))
+            return Outcome(drafter.step, plan.total_steps, drafter.step < plan.total_steps, self._statistics.total())
+
+    # ---------------------------------------------------------------------------------------------------------- start
+
+    def _plan(self, group: Group, drafters: int) -> Plan:
+        accumulate, limit = self._config.optimizer.accumulate, self._config.optimizer.max_steps
+        steps = total_steps(self._source.total_rows, group.drafters * accumulate, limit)
+        done = self._start.step if self._start is not None else 0
+        if steps == 0:
+            raise ValueError(
+                f"{self._source.total_rows} rows do not fill one optimizer step of {group.drafters} drafters with "
+                f"{accumulate} rows each: use more documents, more epochs or fewer drafters"
+            )
+        if done > steps:
+            raise ValueError(f"the checkpoint is at step {done}, past this run's last step {steps}")
+        return Plan(drafters, group.first_drafter, group.drafters, accumulate, done, steps)
+
+    def _workers(
+        self, shared: Shared, target_devices: list[torch.device], drafter_devices: list[torch.device]
+    ) -> list[Worker]:
+        start = self._start
+        self._hooks.on_status("loading the target")
+        targets = [TargetWorker(i, shared, self._load_target(device)) for i, device in enumerate(target_devices)]
+        tables = _Tables(targets[0].target)
+        weights = start.drafter if start is not None else self._fresh_weights()
+        rows = RowWorker(
+            shared,
+            self._source,
+            self._drafter_config.block_size,
+            pin=any(device.type == "cuda" for device in (*target_devices, *drafter_devices)),
+        )
+        drafters = []
+        for number, device in enumerate(drafter_devices):
+            embedding, head = tables.on(device)
+            drafters.append(
+                DrafterWorker(
+                    number,
+                    shared,
+                    device,
+                    drafter_config=self._drafter_config,
+                    weights=weights,
+                    moments=start.optimizer if start is not None else None,
+                    embedding=embedding,
+                    head=head,
+                    exchange=shared.exchanges[number],
+                    statistics=lambda: self._statistics.recent(),
+                )
+            )
+        self._statistics = Statistics(shared, rows, list(targets), list(drafters))
+        return [rows, *targets, *drafters, CheckpointWorker(shared, self._hooks.save)]
+
+    def _fresh_weights(self) -> dict[str, Tensor]:
+        return dict(DFlashDrafter(self._drafter_config, seed=self._config.seed).state_dict())
+
+    def _prepare(self, shared: Shared, workers: list[Worker]) -> None:
+        """The compilation phase: each worker in turn, in its own thread; then the start for all."""
+        drafters = [worker for worker in workers if isinstance(worker, DrafterWorker)]
+        for worker in workers:
+            if isinstance(worker, DrafterWorker):
+                self._hooks.on_status(f"compiling drafter {drafters.index(worker) + 1}/{len(drafters)}")
+            worker.may_prepare.set()
+            worker.prepared.wait()
+            if shared.failed.is_set():
+                return
+        require = self._config.pipeline.require_compiled
+        if require is None:
+            require = any(worker.device.type == "cuda" for worker in drafters)
+        if require:
+            shared.phase.require_compiled()
+        shared.phase.close()
+        self._hooks.on_compiled([asdict(report) for report in shared.phase.reports])
+        self._statistics.restart()
+        shared.started.set()
+
+    # ----------------------------------------------------------------------------------------------------------- while
+
+    def _listen(self, shared: Shared, workers: list[Worker], group: Group) -> None:
+        while any(worker.is_alive() for worker in workers) and not shared.failed.is_set():
+            if not shared.stop_requested.is_set() and self._hooks.should_stop():
+                shared.stop_requested.set()
+            if self._hooks.should_checkpoint():
+                shared.checkpoint_requested.set()
+            self._look_at_peers(shared, group)
+            if not any(isinstance(worker, DrafterWorker) and worker.is_alive() for worker in workers):
+                # After a stop there are rows and features that nobody takes any more.
+                shared.close_rings()
+            with contextlib.suppress(queue.Empty):
+                self._hooks.on_step(shared.reports.get(timeout=POLL_SECONDS))
+
+    def _pass_on_reports(self, shared: Shared) -> None:
+        with contextlib.suppress(queue.Empty):
+            while True:
+                self._hooks.on_step(shared.reports.get_nowait())
+
+    def _look_at_peers(self, shared: Shared, group: Group) -> None:
+        if group.processes == 1 or time.monotonic() < self._polled_peers + PEER_POLL_SECONDS:
+            return
+        self._polled_peers = time.monotonic()
+        # The store is gone when process 0 has ended, well or not: then it is the collectives that tell.
+        with contextlib.suppress(RuntimeError):
+            if (failure := group.reported_failure()) is not None:
+                shared.fail("another process", RuntimeError(failure))
+
+    # ------------------------------------------------------------------------------------------------------------- end
+
+    def _end_failed_run(self, shared: Shared, workers: list[Worker], group: Group) -> PipelineError:
+        """Bring everything down, save what can be saved, and say what happened."""
+        worker, cause = shared.failures[0]
+        with contextlib.suppress(RuntimeError):
+            group.report_failure(f"{worker} failed: {type(cause).__name__}: {cause}")
+        deadline = time.monotonic() + END_SECONDS
+        for thread in workers:
+            thread.may_prepare.set()
+            patience = SAVE_SECONDS if isinstance(thread, CheckpointWorker) else 0.0
+            thread.join(max(0.0, deadline - time.monotonic()) + patience)
+        self._hand_over_reports_quietly(shared)
+        if shared.emergency is not None and not any(name == "checkpoint" for name, _ in shared.failures):
+            self._save_emergency(shared.emergency, shared.last_report)
+        stuck = [thread.name for thread in workers if thread.is_alive()]
+        return PipelineError(worker, cause, later=shared.failures[1:], stuck=stuck)
+
+    def _hand_over_reports_quietly(self, shared: Shared) -> None:
+        try:
+            self._pass_on_reports(shared)
+        except Exception as error:
+            log.warning("reports of the last steps are lost: %s", error)
+
+    def _save_emergency(self, state: TrainState, report: StepReport | None) -> None:
+        matching = report if report is not None and report.step == state.step else None
+
+        def save() -> None:
+            try:
+                self._hooks.save(state, matching)
+                log.info("saved step %d before ending", state.step)
+            except Exception as error:  # the first cause must stay the first
+                log.warning("no checkpoint of step %d: %s", state.step, error)
+
+        thread = threading.Thread(target=save, name="checkpoint", daemon=True)
+        thread.start()
+        thread.join(SAVE_SECONDS)
+
+
+class _Tables:
+    """The target's embedding and head on each drafter device, in the drafters' compute type, once per GPU."""
+
+    def __init__(self, target: Target) -> None:
+        self._target = target
+        self._made: dict[torch.device, tuple[Tensor, Tensor]] = {}
+
+    def on(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        if device not in self._made:
+            dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+            embedding = self._target.embedding.to(device, dtype)
+            tied = self._target.head is self._target.embedding
+            self._made[device] = embedding, embedding if tied else self._target.head.to(device, dtype)
+        return self._made[device]
+
+
+def _device(name: str) -> torch.device:
+    """The device of a configuration's name; a GPU always has its index, since compiled code depends on it."""
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise ValueError(f"'{name}' is no device: write cpu or cuda:0") from error
+    if device.type not in ("cpu", "cuda"):
+        raise ValueError(f"device '{name}' is neither a CPU nor a CUDA GPU")
+    if device.type == "cuda":
+        device = torch.device("cuda", device.index or 0)
+        count = torch.cuda.device_count()
+        if device.index >= count:
+            raise ValueError(f"there is no {device}: this machine has {count} CUDA GPUs")
+    return device
+
+
+def _use_compile_cache(config: RunConfig, drafter: DrafterConfig, device: torch.device) -> CompileCache | None:
+    root = cache_root(config.pipeline.compile_cache)
+    if root is None:
+        return None
+    shapes: dict[str, Any] = {
+        "sequence_length": config.data.sequence_length,
+        "anchors": config.data.anchors_per_row,
+        "drafter": asdict(drafter),
+        "objective": config.objective.model_dump(),
+        "mode": config.pipeline.mode,
+    }
+    cache = CompileCache.open(root, device, shapes)
+    cache.activate()
+    return cache
