@@ -344,7 +344,7 @@ class Turn:
         self._worker = worker
         self._device = device
         self._stream = stream
-        self.mode = mode if mode != "graph" or device.type == "cuda" else "eager"
+        self.mode: Mode = mode if mode != "graph" or device.type == "cuda" else "eager"
         self._note = "" if self.mode == mode else "there are no CUDA graphs on a CPU, so it runs eagerly"
         self._compiled: list[tuple[str, types.CodeType]] = []
         self._captured: list[str] = []
@@ -400,6 +400,11 @@ class Turn:
         self._captured.append(name)
         return graph.replay
 
+    def runs_eagerly(self, reason: str) -> None:
+        """Say that this worker neither compiles nor captures, and why; only before it has done so."""
+        self.mode = "eager"
+        self._note = reason
+
     def report(self) -> CompileReport:
         """What this turn made so far."""
         made = _Counts.now() - self._before
@@ -409,7 +414,7 @@ class Turn:
             worker=self._worker,
             device=str(self._device),
             mode=self.mode,
-            compiled=self.mode != "eager" and not uncompiled,
+            compiled=bool(self._compiled) and not uncompiled,
             graphs=sum(entries),
             kernels=made.kernels,
             graph_breaks=made.graph_breaks,

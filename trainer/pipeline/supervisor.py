@@ -27,7 +27,7 @@ from trainer.drafter.model import DFlashDrafter
 from trainer.pipeline.exchange import Group
 from trainer.pipeline.plan import Plan, total_steps
 from trainer.pipeline.queues import Ring
-from trainer.pipeline.types import Hooks, Outcome, PipelineError, StepReport, TrainState
+from trainer.pipeline.types import Hooks, Outcome, PipelineConfigError, PipelineError, StepReport, TrainState
 from trainer.pipeline.workers import (
     CheckpointWorker,
     DrafterWorker,
@@ -82,13 +82,13 @@ class Pipeline:
 
         Raises:
             PipelineError: a worker failed; its first cause is `__cause__`.
-            ValueError: the configuration cannot be run; before anything started.
+            PipelineConfigError: the configuration cannot be run; before anything started.
         """
         config = self._config
         target_devices = [_device(name) for name in config.pipeline.targets]
         drafter_devices = [_device(name) for name in config.pipeline.drafters]
         if not target_devices or not drafter_devices:
-            raise ValueError("pipeline.targets and pipeline.drafters need at least one device each")
+            raise PipelineConfigError("pipeline.targets and pipeline.drafters need at least one device each")
         group = Group.join(drafter_devices)
         plan = self._plan(group, len(drafter_devices))
         _use_compile_cache(config, self._drafter_config, drafter_devices[0])
@@ -125,12 +125,12 @@ class Pipeline:
         steps = total_steps(self._source.total_rows, group.drafters * accumulate, limit)
         done = self._start.step if self._start is not None else 0
         if steps == 0:
-            raise ValueError(
+            raise PipelineConfigError(
                 f"{self._source.total_rows} rows do not fill one optimizer step of {group.drafters} drafters with "
                 f"{accumulate} rows each: use more documents, more epochs or fewer drafters"
             )
         if done > steps:
-            raise ValueError(f"the checkpoint is at step {done}, past this run's last step {steps}")
+            raise PipelineConfigError(f"the checkpoint is at step {done}, past this run's last step {steps}")
         return Plan(drafters, group.first_drafter, group.drafters, accumulate, done, steps)
 
     def _workers(
@@ -138,8 +138,9 @@ class Pipeline:
     ) -> list[Worker]:
         start = self._start
         self._hooks.on_status("loading the target")
-        targets = [TargetWorker(i, shared, self._load_target(device)) for i, device in enumerate(target_devices)]
-        tables = _Tables(targets[0].target)
+        loaded = [self._load_target(device) for device in target_devices]
+        targets = [TargetWorker(number, shared, target) for number, target in enumerate(loaded)]
+        tables = _Tables(loaded[0])
         weights = start.drafter if start is not None else self._fresh_weights()
         rows = RowWorker(
             shared,
@@ -279,14 +280,14 @@ def _device(name: str) -> torch.device:
     try:
         device = torch.device(name)
     except RuntimeError as error:
-        raise ValueError(f"'{name}' is no device: write cpu or cuda:0") from error
+        raise PipelineConfigError(f"'{name}' is no device: write cpu or cuda:0") from error
     if device.type not in ("cpu", "cuda"):
-        raise ValueError(f"device '{name}' is neither a CPU nor a CUDA GPU")
+        raise PipelineConfigError(f"device '{name}' is neither a CPU nor a CUDA GPU")
     if device.type == "cuda":
         device = torch.device("cuda", device.index or 0)
         count = torch.cuda.device_count()
         if device.index >= count:
-            raise ValueError(f"there is no {device}: this machine has {count} CUDA GPUs")
+            raise PipelineConfigError(f"there is no {device}: this machine has {count} CUDA GPUs")
     return device
 
 

@@ -73,6 +73,10 @@ class Outcome:
     workers: dict[str, Any]  # busy and idle time per worker, queues, bottleneck, a better split
 
 
+class PipelineConfigError(ValueError):
+    """The run cannot be done as configured; said before anything starts."""
+
+
 class PipelineError(RuntimeError):
     """A worker failed and the run with it.
 

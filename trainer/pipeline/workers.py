@@ -26,19 +26,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainer.compilation import CompilePhase, Turn
+from trainer.compilation import CompilePhase
 from trainer.config import RunConfig
 from trainer.data.rows import RowSource
 from trainer.drafter.config import DrafterConfig
 from trainer.drafter.model import DFlashDrafter
 from trainer.optim import build_optimizer, schedule_multiplier
 from trainer.pipeline.exchange import Exchange
+from trainer.pipeline.features import FeatureMaker
 from trainer.pipeline.meter import Meter
 from trainer.pipeline.plan import Plan, balance
 from trainer.pipeline.queues import Closed, Ring
 from trainer.pipeline.types import StepReport, TrainState
 from trainer.step import DrafterStep, PreparedRow, StepNumbers
-from trainer.target import Features, Target, TargetInputs
+from trainer.target import Features, Target
 
 log = logging.getLogger(__name__)
 
@@ -187,44 +188,15 @@ class TargetWorker(Worker):
 
     def __init__(self, number: int, shared: Shared, target: Target) -> None:
         super().__init__(f"target {number}", shared, target.device)
-        self.target = target
-        self._features: Callable[[PreparedRow], Features] = lambda prepared: target.features(prepared.row)
+        data = shared.config.data
+        self._maker = FeatureMaker(target, data.sequence_length, data.anchors_per_row)
         self._copies: torch.cuda.Stream | None = None
 
     def prepare(self) -> None:
-        """Capture the target's forward pass where it can be; it is never traced or compiled."""
-        if self.device.type != "cuda":
-            return
-        self._copies = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
-        if self.target.capturable and self.shared.phase.mode == "graph":
-            with self.shared.phase.turn(self.name, self.device, self.stream, required=False) as turn:
-                self._capture(turn)
-
-    def _capture(self, turn: Turn) -> None:
-        data = self.shared.config.data
-        length = data.sequence_length
-        inputs = TargetInputs(
-            torch.zeros(1, length, dtype=torch.int64, device=self.device),
-            torch.arange(length, device=self.device)[None],
-            torch.full((data.anchors_per_row + 2,), length, dtype=torch.int32, device=self.device),
-        )
-        inputs.boundaries[0] = 0
-        made: list[Features] = []
-
-        def forward() -> None:
-            made[:] = [self.target.forward(inputs)]
-
-        for _ in range(2):
-            forward()
-        replay = turn.capture("forward", forward)
-
-        def features(prepared: PreparedRow) -> Features:
-            for buffer, tensor in zip(inputs, self.target.inputs(prepared.row), strict=True):
-                buffer.copy_(tensor, non_blocking=True)
-            replay()
-            return made[0]
-
-        self._features = features
+        if self.device.type == "cuda":
+            self._copies = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
+        with self.shared.phase.turn(self.name, self.device, self.stream, required=False) as turn:
+            self._maker.prepare(turn)
 
     def work(self) -> None:
         shared = self.shared
@@ -235,7 +207,7 @@ class TargetWorker(Worker):
             ring = shared.deliveries[drafter]
             place = shared.places[drafter][ring.reserve(k)]
             with self.meter.busy(rows=1):
-                features = self._features(prepared)
+                features = self._maker.make(prepared.row)
                 ready = self._deliver(features, place)
             ring.put(k, Delivery(prepared, place, ready))
 
