@@ -41,9 +41,12 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, Path]:
     root = tmp_path_factory.mktemp("served")
     target = tiny_target("llama")
     drafter = drafter_for(target)
-    ids = torch.tensor([[3, 10, 11, 12, 5]])
-    text = target.generate(ids, max_new_tokens=30, do_sample=False)[0].tolist()
-    overfit(target, drafter, text)
+    texts = []
+    for question in QUESTIONS:
+        ids = [3, *(int(word[1:]) for word in question.split()), 5]  # as the chat template renders it
+        texts.append(target.generate(torch.tensor([ids]), max_new_tokens=30, do_sample=False)[0].tolist())
+    for text in texts * 6:
+        overfit(target, drafter, text, steps=15)
     save_target(target, root / "target")
     (root / "drafter").mkdir()
     write_drafter(root / "drafter", drafter.config, drafter.state_dict(), torch.float32)
