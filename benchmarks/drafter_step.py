@@ -5,12 +5,13 @@
 DIR holds the unpacked wheels of specforge 0.2.0 and of speculators 0.9.0 with hs-connectors 0.9.0:
 
     pip download --no-deps specforge==0.2.0 speculators==0.9.0 hs-connectors==0.9.0
-    unzip specforge-*.whl -d DIR/specforge; unzip speculators-*.whl -d DIR/speculators; unzip hs_connectors-*.whl -d DIR/speculators
+    unzip specforge-*.whl -d DIR/specforge
+    unzip speculators-*.whl -d DIR/speculators; unzip hs_connectors-*.whl -d DIR/speculators
 
-Every contestant gets the same tokens, documents, anchors, layers, vocabulary, decayed cross-entropy, clipping and AdamW.
-After warm-up the contestants take turns, a few steps each, for several rounds, so that a drifting clock touches all of them
-alike; the table gives the median step and the ratio of medians taken round by round. A contestant that fails is named with
-its error and left out.
+Every contestant gets the same tokens, documents, anchors, layers, vocabulary, decayed cross-entropy, clipping and
+AdamW. After warm-up the contestants take turns, a few steps each, for several rounds, so that a drifting clock touches
+all of them alike; the table gives the median step and the ratio of medians taken round by round. A contestant that
+fails is named with its error and left out.
 """
 
 from __future__ import annotations
@@ -130,7 +131,8 @@ def main() -> None:
             }
         )
     print(
-        f"\n{'contestant':22s} {'median ms':>10s} {'min':>9s} {'max':>9s} {'tokens/s':>10s} {'ratio':>7s} {'peak GiB':>9s}"
+        f"\n{'contestant':22s} {'median ms':>10s} {'min':>9s} {'max':>9s} {'tokens/s':>10s} {'ratio':>7s} "
+        f"{'peak GiB':>9s}"
     )
     for row in rows:
         peak = "-" if row["peak_gib"] is None else f"{row['peak_gib']:.1f}"

@@ -1,8 +1,8 @@
-"""How do the two public DFlash trainers step? Their own classes, on random weights and features, behind one function each.
+"""How do the two public DFlash trainers step? Their own classes on random weights, behind one function each.
 
-Both packages come from their unpacked PyPI wheels (`--peers DIR`, holding `specforge/` and `speculators/` folders); nothing
-of theirs is replaced except optional imports that a training step never calls (openai, datasets, loguru). As in our own
-benchmark the target does not run: its features are drawn at random, outside the timed region.
+Both packages come from their unpacked PyPI wheels (`--peers DIR`, holding `specforge/` and `speculators/` folders);
+nothing of theirs is replaced except optional imports that a training step never calls (openai, datasets, loguru). As in
+our own benchmark the target does not run: its features are drawn at random, outside the timed region.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def _loss_mask(shape: Shape, device: torch.device) -> torch.Tensor:
 
 
 def specforge(shape: Shape, device: torch.device, dtype: torch.dtype, source: Path) -> Step:
-    """SpecForge's micro-batch through its own TrainerCore, strategy, backend and optimizer: documents are batch rows."""
+    """SpecForge's micro-batch through its own TrainerCore, backend and optimizer: documents are batch rows."""
     sys.path.insert(0, str(source / "specforge"))
     from specforge.algorithms.common.dflash_family_model import OnlineDFlashModel
     from specforge.modeling.draft.dflash import DFlashDraftModel
@@ -166,7 +166,7 @@ def _let_speculators_import(source: Path) -> None:
 
 
 def speculators(shape: Shape, device: torch.device, dtype: torch.dtype, source: Path, optimizer: str = "adamw") -> Step:
-    """speculators' step: its compiled drafter, fused loss and optimizer over one packed row, as its trainer runs them."""
+    """speculators' step as its trainer runs it: compiled drafter, fused loss and optimizer over one packed row."""
     _let_speculators_import(source)
     from speculators.models.dflash import DFlashSpeculatorConfig
     from speculators.models.dflash.core import DFlashDraftModel
