@@ -1,0 +1,267 @@
+"""Targets: tapped features are those of each document alone, whatever the architecture."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedConfig
+
+from trainer.config import TargetConfig
+from trainer.data import Documents, Row, RowSource
+from trainer.target import Target, TargetError, load_model
+
+VOCAB, HIDDEN = 97, 64
+COMMON: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": HIDDEN,
+    "intermediate_size": 96,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "num_hidden_layers": 4,
+    "max_position_embeddings": 256,
+    "initializer_range": 0.2,  # large enough for attention to matter
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+LINEAR: dict[str, Any] = {
+    "layer_types": ["linear_attention", "full_attention"] * 2,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+}
+EXPERTS: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+HYBRID: dict[str, Any] = {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"] * 2}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "qwen3": {},
+    "qwen3_moe": EXPERTS,
+    "qwen3_5_text": LINEAR,
+    "qwen3_5_moe_text": LINEAR | EXPERTS | {"shared_expert_intermediate_size": 32},
+    "gemma": {},
+    "gemma2": {"sliding_window": 8},
+    "gemma3_text": HYBRID,
+    "gemma4_text": HYBRID
+    | {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": VOCAB, "global_head_dim": 32},
+    "gpt_oss": HYBRID | {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "mistral": {"sliding_window": 8},
+    "llama4_text": {"attention_chunk_size": 8},
+    "lfm2": {"layer_types": ["conv", "full_attention"] * 2},
+    "granite": {"embedding_multiplier": 12.0, "logits_scaling": 8.0},
+    "cohere": {},
+    "gpt2": {},
+}
+CARRIES_STATE = {"qwen3_5_text", "qwen3_5_moe_text", "lfm2"}
+TAPS = [0, 2]
+
+
+def config_of(family: str) -> PreTrainedConfig:
+    return CONFIG_MAPPING[family](**COMMON | FAMILIES[family])
+
+
+def build(config: PreTrainedConfig) -> Any:
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(config).eval()
+
+
+@pytest.fixture(scope="module")
+def row() -> Row:
+    """Five documents longer than any window of the models, and padding."""
+    documents = [
+        ([3 + (7 * n * n + 11 * d) % 90 for n in range(size)], [True] * size)
+        for d, size in enumerate((20, 13, 11, 31, 19))
+    ]
+    return RowSource(Documents.from_lists(documents), sequence_length=128, anchors_per_row=16, epochs=1, seed=0).row(0)
+
+
+def documents_of(row: Row) -> list[slice]:
+    starts = sorted({int(start) for start in row.document_start[row.loss_mask]})
+    return [slice(start, start + int((row.document_start == start).sum())) for start in starts]
+
+
+def alone(model: Any, row: Row, taps: list[int]) -> dict[int, Tensor]:
+    """By first token: tapped features of a run of each document by itself, through the whole model."""
+    result = {}
+    for document in documents_of(row):
+        with torch.no_grad():
+            output = model(row.input_ids[None, document], output_hidden_states=True, use_cache=False)
+        result[document.start] = torch.cat([output.hidden_states[layer + 1][0] for layer in taps], dim=-1)
+    return result
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_features_of_a_packed_row_are_those_of_each_document_alone(family: str, row: Row) -> None:
+    model = build(config_of(family))
+    expected = alone(model, row, TAPS)
+    assert len(expected) == 5
+    target = Target(model, TAPS, "cpu")
+    features = target.features(row)
+    assert features.hidden.shape == (128, len(TAPS) * HIDDEN)
+    assert features.last_hidden is None
+    assert features.hidden.isfinite().all()
+    for document in documents_of(row):
+        torch.testing.assert_close(features.hidden[document], expected[document.start], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("family", sorted(CARRIES_STATE))
+def test_a_target_that_carries_state_along_the_row_is_run_document_by_document(family: str) -> None:
+    assert not Target(build(config_of(family)), TAPS, "cpu").packed
+
+
+def test_a_target_whose_masks_ignore_positions_is_found_out(row: Row) -> None:
+    """gpt-oss of transformers 5.24 reads restarting position ids but does not mask by them: documents would mix."""
+    target = Target(build(config_of("gpt_oss")), TAPS, "cpu")
+    if target.packed:
+        pytest.skip("this transformers masks gpt-oss by position ids")
+    leaking = target.forward(target.inputs(row)).hidden
+    right = target.features(row).hidden
+    second = documents_of(row)[1]
+    assert not torch.allclose(leaking[second], right[second], atol=1e-2)
+
+
+def test_packed_and_unpacked_ways_agree(row: Row) -> None:
+    target = Target(build(config_of("qwen3")), TAPS, "cpu", last_hidden=True)
+    packed = target.features(row)
+    target.attention = "unpacked"
+    unpacked = target.features(row)
+    assert packed.last_hidden is not None
+    assert unpacked.last_hidden is not None
+    for document in documents_of(row):
+        torch.testing.assert_close(packed.hidden[document], unpacked.hidden[document], rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(packed.last_hidden[document], unpacked.last_hidden[document], rtol=1e-4, atol=1e-4)
+
+
+def test_layers_behind_the_last_tap_and_the_head_are_not_run(row: Row) -> None:
+    model = build(config_of("llama"))
+    ran: list[str] = []
+    for name, module in model.named_modules():
+        module.register_forward_hook(lambda *_, name=name: ran.append(name))
+    target = Target(model, [0, 2], "cpu")
+    ran.clear()
+    target.features(row)
+    assert {"model.layers.0", "model.layers.1", "model.layers.2"} <= set(ran)
+    assert not [name for name in ran if name.startswith("model.layers.3") or name == "lm_head"]
+
+
+def test_taps_come_in_the_order_asked_for_and_may_repeat(row: Row) -> None:
+    model = build(config_of("llama"))
+    expected = alone(model, row, [2, 0, 2])
+    hidden = Target(model, [2, 0, 2], "cpu").features(row).hidden
+    for document in documents_of(row):
+        torch.testing.assert_close(hidden[document], expected[document.start], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_5_text", "gemma2"])
+def test_last_hidden_gives_the_targets_own_logits(family: str, row: Row) -> None:
+    model = build(config_of(family))
+    logits = {}
+    for document in documents_of(row):
+        with torch.no_grad():
+            logits[document.start] = model(row.input_ids[None, document], use_cache=False).logits[0]
+    target = Target(model, TAPS, "cpu", last_hidden=True)
+    last = target.features(row).last_hidden
+    assert last is not None
+    for document in documents_of(row):
+        mine = last[document] @ target.head.T * target.logit_multiplier
+        if target.logit_softcap is not None:
+            mine = target.logit_softcap * torch.tanh(mine / target.logit_softcap)
+        torch.testing.assert_close(mine, logits[document.start], rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("family", "scale", "softcap", "multiplier"),
+    [
+        ("llama", 1.0, None, 1.0),
+        ("gemma", HIDDEN**0.5, None, 1.0),
+        ("gemma2", HIDDEN**0.5, 30.0, 1.0),
+        ("gemma3_text", HIDDEN**0.5, None, 1.0),
+        ("granite", 12.0, None, 0.125),
+        ("cohere", 1.0, None, 0.0625),
+    ],
+)
+def test_embedding_scale_softcap_and_logit_multiplier_are_read_off_the_target(
+    family: str, scale: float, softcap: float | None, multiplier: float
+) -> None:
+    target = Target(build(config_of(family)), TAPS, "cpu")
+    assert target.embedding_scale == pytest.approx(scale, rel=1e-5)
+    assert target.logit_softcap == softcap
+    assert target.logit_multiplier == multiplier
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_embedding_and_head_are_one_tensor_exactly_when_the_target_ties_them(tied: bool) -> None:
+    model = build(CONFIG_MAPPING["llama"](**COMMON, tie_word_embeddings=tied))
+    embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
+    target = Target(model, TAPS, "cpu")
+    assert (target.head is target.embedding) == tied
+    assert torch.equal(target.embedding, embedding)
+    assert torch.equal(target.head, head)
+    assert target.embedding.shape == target.head.shape == (VOCAB, HIDDEN)
+    assert not target.embedding.requires_grad
+    assert not target.head.requires_grad
+
+
+def test_a_multimodal_wrapper_is_read_through_its_text_model(row: Row) -> None:
+    text = config_of("gemma3_text").to_dict()
+    vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = CONFIG_MAPPING["gemma3"](text_config=text, vision_config=vision | {"image_size": 28, "patch_size": 14})
+    model = build(config)
+    expected = alone(model, row, TAPS)
+    target = Target(model, TAPS, "cpu")
+    assert (target.num_layers, target.hidden_size, target.vocab_size) == (4, HIDDEN, VOCAB)
+    hidden = target.features(row).hidden
+    for document in documents_of(row):
+        torch.testing.assert_close(hidden[document], expected[document.start], rtol=1e-4, atol=1e-4)
+
+
+def test_features_carry_no_gradient_and_are_no_inference_tensors(row: Row) -> None:
+    hidden = Target(build(config_of("llama")), TAPS, "cpu").features(row).hidden
+    assert not hidden.requires_grad
+    assert not hidden.is_inference()
+
+
+def test_targets_do_not_disturb_each_other_in_threads(row: Row) -> None:
+    from concurrent.futures import ThreadPoolExecutor
+
+    targets = [Target(build(config_of("qwen3")), TAPS, "cpu") for _ in range(3)]
+    expected = targets[0].features(row).hidden
+    with ThreadPoolExecutor(3) as pool:
+        for _ in range(5):
+            for features in pool.map(lambda target: target.features(row), targets):
+                torch.testing.assert_close(features.hidden, expected)
+
+
+def test_inputs_have_fixed_shapes_and_boundaries_end_with_the_row(row: Row) -> None:
+    inputs = Target(build(config_of("llama")), TAPS, "cpu").inputs(row)
+    assert inputs.input_ids.shape == inputs.position_ids.shape == (1, 128)
+    starts = [document.start for document in documents_of(row)]
+    assert inputs.boundaries.dtype == torch.int32
+    assert inputs.boundaries.tolist() == [*starts, 94] + [128] * (16 + 2 - len(starts) - 1)
+
+
+def test_layers_that_do_not_exist_are_refused_by_name() -> None:
+    with pytest.raises(TargetError, match=r"\[1, 4\] must name layers between 0 and 3"):
+        Target(build(config_of("llama")), [1, 4], "cpu")
+
+
+def test_a_folder_without_a_model_is_one_sentence(tmp_path: Path) -> None:
+    with pytest.raises(TargetError, match=f"target {tmp_path} cannot be loaded: ") as caught:
+        load_model(TargetConfig(path=str(tmp_path)), "cpu")
+    assert "\n" not in str(caught.value)
+
+
+def test_a_saved_target_is_loaded_in_the_precision_of_the_config(tmp_path: Path, row: Row) -> None:
+    model = build(config_of("qwen3"))
+    model.save_pretrained(tmp_path)
+    expected = Target(model, TAPS, "cpu").features(row).hidden
+    target = Target.load(TargetConfig(path=str(tmp_path), dtype="float32"), TAPS, "cpu")
+    torch.testing.assert_close(target.features(row).hidden, expected)
+    assert (
+        Target.load(TargetConfig(path=str(tmp_path), dtype="bfloat16"), TAPS, "cpu").embedding.dtype == torch.bfloat16
+    )
