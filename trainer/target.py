@@ -14,6 +14,7 @@ Which way a model can go is not a list of architectures but an experiment at loa
 
 from __future__ import annotations
 
+import inspect
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,6 +22,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.attention.varlen import AuxRequest, varlen_attn
+from transformers import AttentionInterface
 
 from trainer.config import TargetConfig
 from trainer.data.rows import Row
@@ -29,6 +32,9 @@ _log = logging.getLogger(__name__)
 
 VARLEN = "dflash_varlen"
 """Name under which transformers finds `_varlen_attention`"""
+
+# torch 2.11 takes fewer key heads than query heads without being told; later ones want to be told.
+_GROUPED: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
 
 
 class TargetError(Exception):
@@ -116,6 +122,8 @@ class Target:
         """The target multiplies token embeddings by this (Gemma); the drafter must do the same"""
         self.attention = self._choose_attention(attention)
         """How documents are kept apart: "varlen", "masked" or "unpacked" """
+        self.capturable = self.attention == "varlen" and self._never_waits()
+        """Whether `forward` may be captured in a CUDA graph"""
 
     @classmethod
     def load(
@@ -137,11 +145,6 @@ class Target:
     def packed(self) -> bool:
         """Whether a row is one forward pass of fixed shape."""
         return self.attention != "unpacked"
-
-    @property
-    def capturable(self) -> bool:
-        """Whether `forward` runs without host synchronisation and may be captured in a CUDA graph."""
-        return self.attention == "varlen"
 
     def inputs(self, row: Row) -> TargetInputs:
         """The row on the target's device, for `forward`."""
@@ -282,6 +285,24 @@ class Target:
                 return False
         return True
 
+    def _never_waits(self) -> bool:
+        """Whether a packed pass asks nothing of the GPU in between (as some mixtures of experts do)."""
+        ids = _probe_tokens(self.vocab_size, 64).to(self.device)[None]
+        positions = torch.arange(64, device=self.device)[None]
+        boundaries = torch.tensor([0, 64, 64], dtype=torch.int32, device=self.device)
+        before = torch.cuda.get_sync_debug_mode()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            with torch.no_grad():
+                self._run(ids, positions, boundaries)
+        except RuntimeError as error:
+            _log.info("the target's pass cannot be captured in a CUDA graph: %s", str(error).split("\n")[0])
+            return False
+        finally:
+            torch.cuda.set_sync_debug_mode(before)
+            self._taps.clear()
+        return True
+
 
 def load_model(config: TargetConfig, device: torch.device | str) -> Any:
     """The transformers model of a config, on `device`, for inference.
@@ -345,8 +366,6 @@ def _varlen_attention(
     query [1, heads, S, d], key and value [1, kv_heads, S, d]; returns [1, S, heads, d]. `s_aux` are attention sinks
     (gpt-oss): a logit per head that takes part in the softmax and attends to nothing.
     """
-    from torch.nn.attention.varlen import AuxRequest, varlen_attn
-
     if cu_seq_lens_q is None or max_length_q is None or query.shape[0] != 1:
         raise TargetError("the model does not hand the document boundaries to its attention")
     if softcap is not None:
@@ -361,8 +380,8 @@ def _varlen_attention(
         max_length_q,
         scale=scaling,
         window_size=(-1 if sliding_window is None else sliding_window - 1, 0),
-        enable_gqa=key.shape[1] != query.shape[1],
         return_aux=AuxRequest(lse=True) if s_aux is not None else None,
+        **_GROUPED,
     )
     if s_aux is not None:
         output, logsumexp = output  # [S, heads, d], [heads, S]
@@ -370,13 +389,7 @@ def _varlen_attention(
     return output[None], None
 
 
-def _register() -> None:
-    from transformers import AttentionInterface
-
-    AttentionInterface.register(VARLEN, _varlen_attention)
-
-
-_register()
+AttentionInterface.register(VARLEN, _varlen_attention)
 
 
 def _decoder_layers(decoder: nn.Module, config: Any) -> nn.ModuleList:
