@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from pydantic import BaseModel
 
     from dflash_ops.session import Session
+    from dflash_ops.transport.ssh import UnknownKey
 
 app = typer.Typer(
     name="dflash",
@@ -174,6 +175,110 @@ def tail_logs(
         sys.stdout.flush()
         if follow:
             opened.say(f"-- {render.verdict_line(ended)}")
+
+
+environments = typer.Typer(help="Locked environments: list, build, who uses them.", no_args_is_help=True)
+app.add_typer(environments, name="env")
+
+
+@environments.command("list")
+def env_list(target: TargetOption = None, json: JsonOption = False) -> None:
+    """The environments of the inventory, and what is built in the container."""
+    with session(target, json=json) as opened:
+        from dflash_ops import environment as verb
+
+        show(verb.listing(opened), json=json, render=verb.render)
+
+
+@environments.command("build")
+def env_build(
+    name: Annotated[str | None, typer.Argument(help="Default: the only one", metavar="[NAME]")] = None,
+    target: TargetOption = None,
+    offline: Annotated[
+        bool, typer.Option("--offline", help="Fetch the wheels here and send them: the container needs no network")
+    ] = False,
+    json: JsonOption = False,
+) -> None:
+    """Build a locked environment in the container, beside those that are there."""
+    with session(target, json=json) as opened:
+        from dflash_ops import environment as verb
+
+        built = verb.build(opened, name, offline=offline)
+        show(built, json=json, render=lambda report: print(f"{report.environment}: {report.state}, {report.path}"))
+
+
+@environments.command("uses")
+def env_uses(
+    name: Annotated[str, typer.Argument(help="Name, or the beginning of its hash")],
+    target: TargetOption = None,
+    json: JsonOption = False,
+) -> None:
+    """The runs that were launched with an environment."""
+    with session(target, json=json) as opened:
+        from dflash_ops import environment as verb
+
+        used = verb.uses(verb.listing(opened), name)
+        show(used, json=json, render=lambda report: print("\n".join(report.runs) or "no run"))
+
+
+@app.command()
+def trust(
+    host: Annotated[str, typer.Argument(help="Host of the inventory")],
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask: take what is shown")] = False,
+    json: JsonOption = False,
+) -> None:
+    """Show a host's key and write it to known_hosts when you say so. A changed key is never taken."""
+    from dflash_ops import trust as verb
+    from dflash_ops.inventory import load_inventory
+
+    Common.json = json
+
+    def ask(key: UnknownKey) -> bool:
+        print(f"{key.host} shows the key {key.kind} {key.fingerprint}", file=sys.stderr)
+        if not yes:
+            confirm("Is that its fingerprint (on the host: `ssh-keygen -lf /etc/ssh/ssh_host_ed25519_key.pub`)?")
+        return True
+
+    show(verb.trust(load_inventory(Common.inventory), host, ask), json=json, render=verb.render)
+
+
+@app.command("exec", context_settings={"ignore_unknown_options": True})
+def exec_(
+    run: Annotated[str, typer.Argument(help="A run; its release, interpreter and variables are used")],
+    argv: Annotated[list[str], typer.Argument(help="Command and arguments, after `--`")],
+    target: TargetOption = None,
+) -> None:
+    """Run a command in the container as the trainer of a run does; its exit code is the command's."""
+    with session(target) as opened:
+        from dflash_ops.exec import execute
+
+        raise typer.Exit(execute(opened, run, argv, sys.stdout.buffer, sys.stderr.buffer))
+
+
+@app.command()
+def gc(
+    target: TargetOption = None,
+    keep: Annotated[int, typer.Option("--keep", min=0, help="Newest ended runs that stay")] = 10,
+    older_than: Annotated[float, typer.Option("--older-than", min=0, help="Days since its end that a run stays")] = 14,
+    caches: Annotated[
+        bool, typer.Option("--caches", help="Compile and download caches too, when no run is live")
+    ] = False,
+    remove: Annotated[bool, typer.Option("--remove", help="Remove what is listed, after asking")] = False,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask")] = False,
+    json: JsonOption = False,
+) -> None:
+    """What may go from the container: old runs, releases and environments without one. Lists, unless --remove."""
+    with session(target, json=json) as opened:
+        from dflash_ops import gc as verb
+
+        options = verb.GcOptions(keep, older_than, caches)
+        found = verb.look(opened, options)
+        if remove and found.items:
+            if not yes:
+                verb.render(found)
+                confirm(f"Remove these from {opened.target_name}?")
+            found = verb.remove(opened, options, found)
+        show(found, json=json, render=verb.render)
 
 
 def confirm(question: str) -> None:

@@ -1,24 +1,42 @@
-"""Which interpreter runs the trainer: one that is there, or one that is built from a lock file?"""
+"""Which interpreter runs the trainer: one that is there, or one that is built from a lock file and then left alone?"""
 
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
+import importlib.metadata
+import importlib.util
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
 
-from dflash_ops.errors import ConfigurationError
+from pydantic import BaseModel, Field
+
+from dflash_ops.document import Document
+from dflash_ops.errors import ConfigurationError, UsageError
 from dflash_ops.inventory import EnvironmentEntry, Inventory
+from dflash_ops.progress import transfer_bar
+from dflash_ops.release import pack_wheels
 from dflash_ops.run import RootPaths
+from dflash_ops.session import Session
+from dflash_ops.text import age, size, visible
+
+UPLOAD_SECONDS = 6 * 3600.0  # gigabytes of wheels over a slow line; a dead peer is noticed long before
 
 
 @dataclass(frozen=True, slots=True)
 class Interpreter:
-    """Where the environment's Python is in the container. `lock` is the hash in the path of a locked one."""
+    """Where the environment's Python is in the container. With `lock`, the hash in its path, dflash builds it."""
 
     environment: str
     path: str
     lock: str | None = None
-    lock_text: str | None = None
-    python: str | None = None  # what a locked environment is built with: a version or a path
+    lock_text: str = field(default="", repr=False)
+    python: str = ""  # what a locked environment is built with: a version or a path
 
 
 def interpreter(inventory: Inventory, name: str | None, paths: RootPaths) -> Interpreter:
@@ -40,3 +58,193 @@ def _read_lock(inventory: Inventory, key: str, entry: EnvironmentEntry) -> str:
         raise ConfigurationError(
             f"cannot read the lock file {path} of environment {key}: {error}", "correct `lock` in inventory.yaml"
         ) from error
+
+
+# ---- building ----------------------------------------------------------------------------------------------
+
+
+class BuildReport(Document):
+    """What became of a build."""
+
+    environment: str
+    target: str
+    lock: str
+    path: str
+    state: Literal["built", "present"]
+
+
+def build(session: Session, name: str | None, *, offline: bool = False) -> BuildReport:
+    """Build a locked environment where it is missing. Raises DflashError; a failed build leaves nothing behind."""
+    wanted = interpreter(session.inventory, name, session.paths)
+    if wanted.lock is None:
+        raise UsageError(
+            f"the environment {wanted.environment} names an interpreter: there is nothing to build",
+            "give it a `lock` in inventory.yaml",
+        )
+    state = build_locked(session, wanted, offline=offline)
+    return BuildReport.model_validate(
+        {
+            "environment": wanted.environment,
+            "target": session.target_name,
+            "lock": wanted.lock,
+            "path": wanted.path,
+            "state": state,
+        }
+    )
+
+
+def build_locked(session: Session, wanted: Interpreter, *, offline: bool = False) -> str:
+    """`built` or `present`."""
+    session.say(f"building environment {wanted.environment} ({str(wanted.lock)[:12]}) in {session.target_name}")
+    wheels = _send_wheels(session, wanted) if offline else None
+    request = {
+        "do": "build",
+        "name": wanted.environment,
+        "lock": wanted.lock,
+        "text": wanted.lock_text,
+        "python": wanted.python,
+        "wheels": wheels,
+    }
+    for frame in session.stream("environments", request, deadline_between_frames=60):
+        if frame.kind == "result":
+            return str(frame.value.get("state"))
+        session.say("  " + visible(str(frame.value.get("line", "")), 200))
+    raise AssertionError("a stream ends with a result or an error")
+
+
+def _send_wheels(session: Session, wanted: Interpreter) -> str:
+    """Resolve the lock's wheels on this machine, for the container's platform, and store them there."""
+    about = session.call("environments", {"do": "platform", "python": wanted.python}).value
+    with tempfile.TemporaryDirectory(prefix="dflash-wheels-") as folder:
+        lock = Path(folder, "lock.txt")
+        lock.write_text(wanted.lock_text, encoding="utf-8")
+        wheels = Path(folder, "wheels")
+        session.say(
+            f"  resolving wheels here for Python {visible(str(about['python']))} on {visible(about['machine'])}"
+        )
+        _download(["--requirement", str(lock)], about, wheels)
+        if about["uv"] is None:
+            _download([_uv_requirement()], about, wheels)
+        packed = pack_wheels(wheels)
+        session.say(f"  sending {len(packed.files)} wheels ({size(packed.total_bytes)})")
+        request = {"shelf": "wheels", "name": packed.name, "files": packed.manifest()}
+        with transfer_bar("wheels", packed.total_bytes, quiet=session.quiet) as advance:
+            session.call("store", request, packed.contents(advance), deadline=UPLOAD_SECONDS)
+        return packed.name
+
+
+def _uv_requirement() -> str:
+    try:
+        return f"uv=={importlib.metadata.version('uv')}"
+    except importlib.metadata.PackageNotFoundError:
+        return "uv"
+
+
+def _download(what: list[str], about: dict[str, Any], folder: Path) -> None:
+    """`pip download` for another machine. Raises ConfigurationError with pip's reason."""
+    argv = [*_pip(), "download", "--no-deps", "--only-binary=:all:", "--dest", str(folder), "--progress-bar=off"]
+    argv += ["--implementation=cp", f"--python-version={about['python']}"]
+    for tag in platform_tags(str(about["machine"]), about["glibc"]):
+        argv.append(f"--platform={tag}")
+    done = subprocess.run([*argv, *what], capture_output=True, text=True, errors="backslashreplace", check=False)
+    if done.returncode != 0:
+        errors = [line for line in done.stderr.splitlines() if line.startswith("ERROR")] or done.stderr.splitlines()
+        raise ConfigurationError(
+            f"the wheels cannot be had here: {visible(' '.join(errors[-2:]))[:500]}",
+            "every package of the lock file needs a wheel for the container's platform",
+            detail=done.stderr,
+        )
+
+
+def _pip() -> list[str]:
+    if importlib.util.find_spec("pip") is not None:
+        return [sys.executable, "-m", "pip", "--disable-pip-version-check", "--no-input"]
+    found = shutil.which("pip3") or shutil.which("pip")
+    if found is None:
+        raise ConfigurationError("there is no pip on this machine to fetch wheels with", "install pip beside dflash")
+    return [found, "--disable-pip-version-check", "--no-input"]
+
+
+def platform_tags(machine: str, glibc: str | None) -> list[str]:
+    """Tags of wheels that run there, the newest first (PEP 600, and the older aliases)."""
+    if glibc is None:
+        return [f"musllinux_1_{minor}_{machine}" for minor in range(2, 0, -1)] + [f"linux_{machine}"]
+    minor = int(glibc.split(".")[1]) if glibc.count(".") >= 1 and glibc.split(".")[1].isdigit() else 17
+    tags = [f"manylinux_2_{each}_{machine}" for each in range(min(minor, 60), 4, -1)]
+    return [*tags, f"manylinux2014_{machine}", f"manylinux2010_{machine}", f"manylinux1_{machine}", f"linux_{machine}"]
+
+
+# ---- listing -----------------------------------------------------------------------------------------------
+
+
+class Built(BaseModel):
+    """A locked environment in the container."""
+
+    lock: str
+    environments: list[str] = Field(description="Entries of this inventory whose lock file has this hash")
+    name: str | None = Field(description="What it was called when it was built")
+    python: str | None
+    packages: int | None
+    built: float | None = Field(description="Unix seconds by the container's clock")
+    bytes: int
+    runs: list[str] = Field(description="Runs that were launched with it, the newest first")
+
+
+class EnvironmentList(Document):
+    """The environments of a target."""
+
+    target: str
+    built: list[Built]
+    not_built: list[str] = Field(description="Locked environments of the inventory that are not there")
+    interpreters: dict[str, str] = Field(description="Environments that name an interpreter")
+
+
+def listing(session: Session) -> EnvironmentList:
+    """What is built, and who uses it. Raises DflashError."""
+    wanted: dict[str, str | None] = {}
+    interpreters = {}
+    for name in session.inventory.environments:
+        found = interpreter(session.inventory, name, session.paths)
+        if found.lock is None:
+            interpreters[name] = found.path
+        else:
+            wanted[name] = found.lock
+    there = session.call("environments", {"do": "list"}).value["environments"]
+    built = []
+    for entry in there:
+        names = [name for name, lock in wanted.items() if lock == entry.get("lock")]
+        built.append(Built.model_validate({**entry, "environments": names}))
+    locks = {entry.lock for entry in built}
+    missing = [name for name, lock in wanted.items() if lock not in locks]
+    return EnvironmentList(target=session.target_name, built=built, not_built=missing, interpreters=interpreters)
+
+
+class EnvironmentUses(Document):
+    """Who uses an environment."""
+
+    target: str
+    environment: str
+    runs: list[str] = Field(description="The newest first")
+
+
+def uses(listed: EnvironmentList, name: str) -> EnvironmentUses:
+    """Runs launched with an environment, by its name here or the beginning of its hash. Raises DflashError."""
+    for entry in listed.built:
+        if name in entry.environments or (len(name) >= 4 and entry.lock.startswith(name)):
+            return EnvironmentUses(target=listed.target, environment=name, runs=entry.runs)
+    if name in listed.not_built:
+        return EnvironmentUses(target=listed.target, environment=name, runs=[])
+    raise ConfigurationError(f"there is no locked environment {name!r}", "`dflash env list` lists them")
+
+
+def render(listed: EnvironmentList) -> None:
+    """A line for each."""
+    for entry in listed.built:
+        name = ", ".join(entry.environments) or f"({visible(entry.name or '?')}, another lock file)"
+        built = f"built {age(time.time() - entry.built)} ago" if entry.built else "unfinished"
+        about = f"Python {visible(entry.python or '?')}, {entry.packages} packages, {size(entry.bytes)}"
+        print(f"{entry.lock[:12]}  {name}: {about}, {built}, {len(entry.runs)} runs")
+    for name in listed.not_built:
+        print(f"{'-':12}  {name}: not built (`dflash env build {name}`)")
+    for name, path in listed.interpreters.items():
+        print(f"{'-':12}  {name}: {visible(path)}")

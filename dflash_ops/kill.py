@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, Field, ValidationError
 
+from dflash_ops.document import Document
 from dflash_ops.launch import launched_by
 from dflash_ops.probes.gpu import GpuDevices, GpuNone, RawGpu, read_gpu
 from dflash_ops.probes.snapshot import Snapshot, read_snapshot
@@ -34,10 +35,9 @@ class GpuRelease(BaseModel):
     after: float | None
 
 
-class KillReport(BaseModel):
+class KillReport(Document):
     """How the run ended."""
 
-    schema_version: Literal[1] = Field(1, serialization_alias="schema")
     run: str
     target: str
     outcome: Literal["stopped", "killed", "already-ended"]

@@ -14,13 +14,15 @@ from pathlib import Path
 from typing import Any, Literal
 
 import yaml
-from pydantic import BaseModel, Field
+from pydantic import Field
 
-from dflash_ops.environment import Interpreter, interpreter
+from dflash_ops.document import Document
+from dflash_ops.environment import Interpreter, build_locked, interpreter
 from dflash_ops.errors import ConfigurationError, DflashError, Exit, UsageError
 from dflash_ops.inventory import GpuEntry, Inventory, JobEntry, read_yaml
 from dflash_ops.probes.gpu import roles_of
 from dflash_ops.probes.snapshot import Snapshot, read_snapshot
+from dflash_ops.progress import transfer_bar
 from dflash_ops.release import Release, pack, trainer_source
 from dflash_ops.run import GpuRoles, RootPaths, RunPaths, check_run_name, unit_name
 from dflash_ops.session import Session
@@ -66,10 +68,9 @@ class Plan:
     timeout: float = 120.0
 
 
-class LaunchReport(BaseModel):
+class LaunchReport(Document):
     """What a launch achieved."""
 
-    schema_version: Literal[1] = Field(1, serialization_alias="schema")
     run: str
     target: str
     unit: str
@@ -134,20 +135,18 @@ def execute(session: Session, asked: Plan, replace: bool = False) -> LaunchRepor
 
 
 def _prepare(session: Session, asked: Plan) -> None:
-    """Check the container; bring the release there when it lacks it."""
+    """Check the container; bring there what it lacks."""
     session.say(f"checking {session.target_name}")
     locked = asked.interpreter.lock is not None
     request = {"release": asked.release.name, "python": asked.interpreter.path, "locked": locked}
     found = session.call("preflight", request, deadline=60).value
     if found["environment_missing"]:
-        name = asked.interpreter.environment
-        raise ConfigurationError(
-            f"the environment {name} is not built in {session.target_name}", f"run `dflash env build {name}` first"
-        )
+        build_locked(session, asked.interpreter)
     if found["release"] != "present":
         session.say(f"sending release {asked.release.name[:12]} ({size(asked.release.total_bytes)})")
-        request = {"release": asked.release.name, "files": asked.release.manifest()}
-        session.call("store", request, asked.release.contents(), deadline=600)
+        request = {"shelf": "releases", "name": asked.release.name, "files": asked.release.manifest()}
+        with transfer_bar("release", asked.release.total_bytes, quiet=session.quiet) as advance:
+            session.call("store", request, asked.release.contents(advance), deadline=600)
 
 
 def _start(session: Session, asked: Plan) -> tuple[str, Snapshot]:

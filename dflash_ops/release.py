@@ -31,7 +31,7 @@ class ReleaseFile:
 
 @dataclass(frozen=True, slots=True)
 class Release:
-    """A package folder as it is shipped: to `releases/<name>/trainer/`."""
+    """A folder as it is shipped; a package goes to `releases/<name>/trainer/`."""
 
     source: Path
     files: tuple[ReleaseFile, ...]
@@ -88,14 +88,29 @@ def pack(source: Path) -> Release:
             raise ConfigurationError(f"the file name {relative!r} in {source} is not UTF-8", "rename it") from error
         if path.is_symlink():
             raise ConfigurationError(f"{path} is a symbolic link", "put the file itself there: links are not shipped")
-        data = path.read_bytes()
-        executable = bool(path.stat().st_mode & 0o100)
-        files.append(ReleaseFile(relative, len(data), hashlib.sha256(data).hexdigest(), executable))
+        files.append(_describe(source, relative))
         if len(files) > MAX_FILES or sum(file.size for file in files) > MAX_BYTES:
             raise ConfigurationError(
                 f"{source} holds more than {MAX_BYTES >> 20} MiB or {MAX_FILES} files",
                 "keep data and checkpoints out of the package folder",
             )
+    return _named(source, files)
+
+
+def pack_wheels(folder: Path) -> Release:
+    """The wheels in a folder, as they are shipped to `wheels/<name>/wheels/`."""
+    return _named(folder, [_describe(folder, path.name) for path in folder.glob("*.whl")])
+
+
+def _describe(source: Path, relative: str) -> ReleaseFile:
+    path = source / relative
+    with path.open("rb") as stream:
+        digest = hashlib.file_digest(stream, "sha256").hexdigest()
+        status = os.fstat(stream.fileno())
+    return ReleaseFile(relative, status.st_size, digest, bool(status.st_mode & 0o100))
+
+
+def _named(source: Path, files: list[ReleaseFile]) -> Release:
     files.sort(key=lambda file: file.path)
     return Release(source, tuple(files), release_name(files))
 

@@ -1,4 +1,4 @@
-"""How does a release come into the container? Whole and verified, by a rename at the end, or not at all."""
+"""How do files come into the container? Whole and verified, by a rename at the end, or not at all."""
 
 from __future__ import annotations
 
@@ -14,32 +14,33 @@ from dflash_ops.remote import common
 from dflash_ops.remote.common import CONFIGURATION, TEMPORARY, Channel, Refusal
 
 MANIFEST = ".manifest.json"
-PACKAGE = "trainer"
+# What is stored where: <root>/<shelf>/<name>/<folder>/...
+SHELVES = {"releases": "trainer", "wheels": "wheels"}
 _NAME = re.compile(r"[0-9a-f]{32}\Z")
 _STALE_SECONDS = 3600  # an upload that is older was cut off by something that left it no time to clean up
 
 
 def main(request: Dict[str, Any], channel: Channel) -> Dict[str, Any]:
-    """Store a release from the payload.
+    """Store a folder from the payload.
 
-    request: `root`; `release`, its name; `files`, the manifest. The payload is all contents in that order.
+    request: `root`; `shelf`; `name`, the hash of `files`, the manifest. The payload is all contents in that order.
     """
-    root, name, files = request["root"], request["release"], request["files"]
-    base = os.path.join(common.checked_root(root), "releases")
+    root, shelf, name, files = request["root"], request["shelf"], request["name"], request["files"]
+    base = os.path.join(common.checked_root(root), shelf)
     _check(name, files)
     os.makedirs(base, exist_ok=True)
     _sweep(base)
-    if state_of(root, name) == "present":
+    if state_of(root, name, shelf) == "present":
         return {"state": "present"}
     temporary = os.path.join(base, "%s.tmp-%d-%d" % (name, os.getpid(), time.time_ns()))
     try:
         os.mkdir(temporary)
         for entry in files:
-            _receive(channel, os.path.join(temporary, PACKAGE), entry)
+            _receive(channel, os.path.join(temporary, SHELVES[shelf]), entry)
         common.write_json(os.path.join(temporary, MANIFEST), {"files": files})
         for folder, _, _ in os.walk(temporary):
             common.fsync_directory(folder)
-        _put_in_place(root, name, temporary)
+        _put_in_place(root, shelf, name, temporary)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
@@ -47,11 +48,11 @@ def main(request: Dict[str, Any], channel: Channel) -> Dict[str, Any]:
     return {"state": "stored", "bytes": sum(entry["size"] for entry in files)}
 
 
-def state_of(root: str, name: str) -> str:
+def state_of(root: str, name: str, shelf: str = "releases") -> str:
     """`present` (every file was read and is right), `missing`, or `damaged`."""
     if not _NAME.match(name):
-        raise Refusal(CONFIGURATION, "%r is not the name of a release" % name)
-    folder = os.path.join(common.checked_root(root), "releases", name)
+        raise Refusal(CONFIGURATION, "%r is not the name of a stored folder" % name)
+    folder = os.path.join(common.checked_root(root), shelf, name)
     if not os.path.isdir(folder):
         return "missing"
     manifest = common.read_json(os.path.join(folder, MANIFEST))
@@ -60,7 +61,7 @@ def state_of(root: str, name: str) -> str:
         _check(name, files)
         expected = {entry["path"] for entry in files}
         found = set()
-        package = os.path.join(folder, PACKAGE)
+        package = os.path.join(folder, SHELVES[shelf])
         for here, folders, names in os.walk(package):
             folders[:] = [each for each in folders if each != "__pycache__"]
             found |= {os.path.relpath(os.path.join(here, each), package) for each in names}
@@ -81,11 +82,11 @@ def _check(name: str, files: List[Dict[str, Any]]) -> None:
         path = entry["path"]
         parts = path.split("/")
         if not path or path.startswith("/") or any(part in ("", ".", "..") for part in parts) or "\0" in path:
-            raise Refusal(CONFIGURATION, "a release cannot hold the path %r" % path)
+            raise Refusal(CONFIGURATION, "nothing can be stored at the path %r" % path)
         line = "%s %d %d %s\n" % (entry["sha256"], bool(entry["executable"]), entry["size"], path)
         digest.update(line.encode("utf-8"))
     if not _NAME.match(name) or digest.hexdigest()[:32] != name:
-        raise Refusal(CONFIGURATION, "the manifest is not that of release %s" % name)
+        raise Refusal(CONFIGURATION, "the manifest is not that of %s" % name)
 
 
 def _receive(channel: Channel, package: str, entry: Dict[str, Any]) -> None:
@@ -109,10 +110,10 @@ def _receive(channel: Channel, package: str, entry: Dict[str, Any]) -> None:
         raise Refusal(TEMPORARY, "%s arrived changed" % entry["path"], "try again", "changed")
 
 
-def _put_in_place(root: str, name: str, temporary: str) -> None:
-    final = os.path.join(common.checked_root(root), "releases", name)
-    with common.locked(os.path.join(root, "releases", ".lock"), 30):
-        state = state_of(root, name)
+def _put_in_place(root: str, shelf: str, name: str, temporary: str) -> None:
+    final = os.path.join(common.checked_root(root), shelf, name)
+    with common.locked(os.path.join(root, shelf, ".lock"), 30):
+        state = state_of(root, name, shelf)
         if state == "present":  # somebody else stored the same one meanwhile
             shutil.rmtree(temporary, ignore_errors=True)
             return

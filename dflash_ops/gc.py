@@ -1,0 +1,81 @@
+"""What may go from the container, and how much room does that give? Shown first; removed only when said so."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from pydantic import BaseModel, Field
+
+from dflash_ops.document import Document
+from dflash_ops.session import Session
+from dflash_ops.text import size, visible
+
+
+@dataclass(frozen=True)
+class GcOptions:
+    """What is kept."""
+
+    keep: int = 10  # newest ended runs
+    older_than: float = 14.0  # days since its end
+    caches: bool = False
+
+
+class Item(BaseModel):
+    """A folder that nothing uses."""
+
+    path: str
+    kind: Literal["run", "release", "environment", "leftover", "cache"]
+    bytes: int = Field(ge=0)
+    why: str
+
+
+class GcReport(Document):
+    """What may go, and what went."""
+
+    target: str
+    items: list[Item]
+    removed: list[str] = Field(description="Paths; empty in a dry run")
+
+    @property
+    def bytes(self) -> int:
+        """All items together."""
+        return sum(item.bytes for item in self.items)
+
+
+def look(session: Session, options: GcOptions) -> GcReport:
+    """What may go. Nothing is removed."""
+    return _ask(session, options, None)
+
+
+def remove(session: Session, options: GcOptions, agreed: GcReport) -> GcReport:
+    """Remove what `look` listed, but for what a run has begun to use since."""
+    return _ask(session, options, [item.path for item in agreed.items])
+
+
+def _ask(session: Session, options: GcOptions, paths: list[str] | None) -> GcReport:
+    request = {
+        "keep": options.keep,
+        "older_than": options.older_than * 86400,
+        "caches": options.caches,
+        "remove": paths,
+    }
+    for frame in session.stream("collect", request, deadline_between_frames=600):
+        if frame.kind == "result":
+            return GcReport.model_validate(
+                {"target": session.target_name, "items": frame.value["items"], "removed": frame.value["removed"]}
+            )
+        session.say(f"removed {visible(str(frame.value.get('removed')))}")
+    raise AssertionError("a stream ends with a result or an error")
+
+
+def render(report: GcReport) -> None:
+    """A line for each folder, the largest first."""
+    for item in sorted(report.items, key=lambda each: -each.bytes):
+        print(f"{size(item.bytes):>10}  {item.kind:<11}  {visible(item.path)}  ({visible(item.why)})")
+    if not report.items:
+        print(f"nothing in {report.target} may go")
+    elif report.removed:
+        print(f"{size(report.bytes)} freed in {report.target}")
+    else:
+        print(f"{size(report.bytes)} may go from {report.target}")
