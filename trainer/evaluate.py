@@ -27,11 +27,10 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Column, Table
 
-from trainer import checkpoint
 from trainer.config import TargetConfig
 from trainer.decoding import Generation, Limits, Sampling, Writer
 from trainer.drafter.model import DFlashDrafter
-from trainer.drafter.released import read_drafter
+from trainer.drafter.released import find_drafter, fingerprint, read_drafter
 from trainer.target import load_model, load_tokenizer
 
 logger = logging.getLogger(__name__)
@@ -172,17 +171,6 @@ def encode(tokenizer: Any, messages: Sequence[Mapping[str, str]], options: Mappi
     return list(tokenizer.encode(text, add_special_tokens=False))
 
 
-def find_drafter(path: Path) -> tuple[Path, dict[str, Any] | None]:
-    """Return the folder with the drafter that `path` means and, for a training checkpoint, what it says of its run.
-
-    `path` is an export or released drafter, a checkpoint, or a run directory (its newest checkpoint).
-    """
-    if (path / "config.json").is_file() and not (path / checkpoint.MANIFEST).exists():
-        return path, None
-    found = checkpoint.resolve(path)
-    return found.path, found.run()
-
-
 def stop_tokens(model: Any, tokenizer: Any) -> frozenset[int]:
     """Return the ids at which the target ends an answer."""
     ids = model.generation_config.eos_token_id
@@ -244,6 +232,7 @@ def main(arguments: Sequence[str]) -> int:
     Console().print(table(results))
     document = {
         "drafter": str(folder),
+        "weights_sha256": fingerprint(folder),
         "target": target_config.path,
         "dtype": target_config.dtype,
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",

@@ -17,14 +17,13 @@ from tests.trainer.tiny_models import drafter_for, overfit, save_target, tiny_ta
 from trainer import checkpoint
 from trainer.config import CheckpointConfig
 from trainer.decoding import Generation, Limits, Sampling, Writer
-from trainer.drafter.released import write_drafter
+from trainer.drafter.released import find_drafter, write_drafter
 from trainer.evaluate import (
     HUMAN_EVAL,
     EvaluationError,
     Prompt,
     encode,
     evaluate,
-    find_drafter,
     main,
     read_prompts,
     summarise,

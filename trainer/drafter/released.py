@@ -5,15 +5,18 @@ Training checkpoints hold the same two files, so they are read here too.
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from trainer import checkpoint
 from trainer.drafter.config import DrafterConfig, DrafterConfigError
 from trainer.drafter.model import DFlashDrafter
 
@@ -46,6 +49,26 @@ def write_drafter(folder: Path, config: DrafterConfig, weights: Mapping[str, Ten
     (folder / "config.json").write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
     tensors = {name: tensor.detach().to("cpu", dtype).contiguous() for name, tensor in weights.items()}
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def find_drafter(path: Path) -> tuple[Path, dict[str, Any] | None]:
+    """Return the folder with the drafter that `path` means and, for a training checkpoint, what it says of its run.
+
+    `path` is an export or released drafter, a checkpoint, or a run directory (its newest checkpoint).
+    """
+    if (path / "config.json").is_file() and not (path / checkpoint.MANIFEST).exists():
+        return path, None
+    found = checkpoint.resolve(path)
+    return found.path, found.run()
+
+
+def fingerprint(folder: Path) -> str:
+    """Return the SHA-256 of the drafter's weights, by which measurements and drafters are matched."""
+    digest = hashlib.sha256()
+    for name, tensor in sorted(_weights(folder).items()):
+        digest.update(name.encode())
+        digest.update(tensor.to(torch.bfloat16).contiguous().view(torch.uint8).numpy().data)
+    return digest.hexdigest()
 
 
 def _weights(folder: Path) -> dict[str, Tensor]:
