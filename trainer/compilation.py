@@ -27,10 +27,8 @@ import hashlib
 import importlib.metadata
 import inspect
 import json
-import logging
 import os
 import re
-import shutil
 import threading
 import time
 import types
@@ -48,7 +46,8 @@ import torch.fx._symbolic_trace as symbolic_trace
 import torch.nn.attention.flex_attention as flex_module
 from torch._dynamo.utils import counters
 
-log = logging.getLogger(__name__)
+from trainer.config import RunConfig
+from trainer.drafter.config import DrafterConfig
 
 Mode = Literal["graph", "compiled", "eager"]
 P = ParamSpec("P")
@@ -153,13 +152,41 @@ class CompileCache:
 
     @classmethod
     def open(cls, root: Path, device: torch.device, shapes: Mapping[str, Any]) -> CompileCache:
-        """The cache under `root` for this software, this GPU type and these shapes; made when missing."""
+        """The cache under `root` for this software, this GPU type and these shapes; made when missing.
+
+        Raises:
+            CompilationError: the folder can't be written.
+        """
         key = {**software_key(device), "shapes": dict(shapes)}
-        digest = hashlib.sha256(json.dumps(key, sort_keys=True, default=str).encode()).hexdigest()[:20]
-        cache = cls(root / digest, key)
-        cache.directory.mkdir(parents=True, exist_ok=True)
-        (cache.directory / "key.json").write_text(json.dumps(key, indent=2, sort_keys=True, default=str) + "\n")
+        text = json.dumps(key, indent=2, sort_keys=True, default=str) + "\n"
+        cache = cls(root / hashlib.sha256(text.encode()).hexdigest()[:20], key)
+        try:
+            cache.directory.mkdir(parents=True, exist_ok=True)
+            (cache.directory / "key.json").write_text(text)
+        except OSError as error:
+            raise CompilationError(
+                f"compile cache {root} can't be written: {error.strerror}; set pipeline.compile_cache or "
+                f"${CACHE_VARIABLE} to a writable folder"
+            ) from error
         return cache
+
+    @classmethod
+    def of_run(cls, config: RunConfig, drafter: DrafterConfig, device: torch.device) -> CompileCache | None:
+        """The cache of a run's drafters: below the configured folder, else $DFLASH_COMPILE_CACHE.
+
+        None where neither is set: torch then uses its own default folder.
+        """
+        root = config.pipeline.compile_cache or os.environ.get(CACHE_VARIABLE)
+        if not root:
+            return None
+        shapes = {
+            "sequence_length": config.data.sequence_length,
+            "anchors": config.data.anchors_per_row,
+            "drafter": asdict(drafter),
+            "objective": config.objective.model_dump(),
+            "mode": config.pipeline.mode,
+        }
+        return cls.open(Path(root), device, shapes)
 
     def activate(self) -> None:
         """Make Inductor and Triton of this process use the folder; before the first compilation."""
@@ -169,19 +196,6 @@ class CompileCache:
     def size(self) -> int:
         """Bytes in the folder."""
         return sum(file.stat().st_size for file in self.directory.rglob("*") if file.is_file())
-
-    def clear(self) -> None:
-        """Delete the folder's kernels (the benchmark's cold start)."""
-        shutil.rmtree(self.directory / "inductor", ignore_errors=True)
-        shutil.rmtree(self.directory / "triton", ignore_errors=True)
-
-
-def cache_root(configured: Path | None) -> Path | None:
-    """The folder of all compile caches: the configured one, else $DFLASH_COMPILE_CACHE, else None (torch's default)."""
-    if configured is not None:
-        return configured
-    value = os.environ.get(CACHE_VARIABLE)
-    return Path(value) if value else None
 
 
 def software_key(device: torch.device) -> dict[str, str]:
@@ -453,6 +467,11 @@ class _Counts:
 
     def __sub__(self, other: _Counts) -> _Counts:
         return _Counts(**{name: value - getattr(other, name) for name, value in asdict(self).items()})
+
+
+def compiled_graphs() -> int:
+    """Graphs that Dynamo has compiled in this process so far."""
+    return int(counters["stats"]["unique_graphs"])
 
 
 def _own_code(function: Any, worker: str) -> Any:

@@ -27,13 +27,14 @@ import torch
 from torch import Tensor
 
 from trainer.compilation import Turn
-from trainer.config import ObjectiveConfig
+from trainer.config import ObjectiveConfig, RunConfig
 from trainer.data.rows import Row
 from trainer.drafter.attention import build_masks
 from trainer.drafter.blocks import make_blocks
+from trainer.drafter.config import DrafterConfig
 from trainer.drafter.model import DFlashDrafter, embed_blocks
 from trainer.objective import chunk_gradient, slot_order, slot_sums, slot_weights, summarise, teacher_positions
-from trainer.optim import Optimizer
+from trainer.optim import Optimizer, build_optimizer
 
 WARM_UP_STEPS = 2  # the first compiles, the second shows that nothing is compiled again
 
@@ -153,6 +154,32 @@ class DrafterStep:
         self._flex = False
         self._pieces = (self._forward, self._one_chunk, self._backward, self._update)
 
+    @classmethod
+    def build(
+        cls,
+        config: RunConfig,
+        drafter_config: DrafterConfig,
+        *,
+        embedding: Tensor,
+        head: Tensor,
+        total_steps: int,
+        weights: Mapping[str, Tensor] | None = None,
+    ) -> DrafterStep:
+        """The step of a run on the device of `head`, with a fresh optimizer; weights None: drawn from the seed."""
+        drafter = DFlashDrafter(drafter_config, seed=config.seed if weights is None else None)
+        if weights is not None:
+            drafter.load_state_dict(weights)
+        drafter.to(head.device)
+        return cls(
+            drafter,
+            build_optimizer(drafter.named_parameters(), config.optimizer, total_steps),
+            config.objective,
+            embedding=embedding,
+            head=head,
+            sequence_length=config.data.sequence_length,
+            anchors=config.data.anchors_per_row,
+        )
+
     # -------------------------------------------------------------------------------------------------- preparation
 
     def prepare(self, turn: Turn) -> None:
@@ -244,6 +271,15 @@ class DrafterStep:
     def update(self) -> None:
         """Apply what `exchanged` holds, leave the step's numbers in `result`, and clear the gradients."""
         self._pieces[3]()
+
+    @property
+    def chunk(self) -> int:
+        """Slots of one head chunk (C)."""
+        return self._chunk
+
+    def pieces(self) -> dict[str, Callable[[], None]]:
+        """The pieces by name, for measuring; `accumulate` and `update` are how to train."""
+        return dict(zip(("forward", "chunk", "backward", "update"), self._pieces, strict=True))
 
     def read(self, result: Tensor) -> StepNumbers:
         """What a host copy of `result` says."""

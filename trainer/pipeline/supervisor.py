@@ -14,12 +14,11 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import asdict
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from trainer.compilation import CompileCache, CompilePhase, cache_root
+from trainer.compilation import CompileCache, CompilePhase
 from trainer.config import RunConfig
 from trainer.data.rows import RowSource
 from trainer.drafter.config import DrafterConfig
@@ -91,7 +90,9 @@ class Pipeline:
             raise PipelineConfigError("pipeline.targets and pipeline.drafters need at least one device each")
         group = Group.join(drafter_devices)
         plan = self._plan(group, len(drafter_devices))
-        _use_compile_cache(config, self._drafter_config, drafter_devices[0])
+        cache = CompileCache.of_run(config, self._drafter_config, drafter_devices[0])
+        if cache is not None:
+            cache.activate()
         with CompilePhase(config.pipeline.mode) as phase:
             shared = Shared(
                 config,
@@ -106,7 +107,7 @@ class Pipeline:
             for worker in workers:
                 worker.start()
             try:
-                self._prepare(shared, workers)
+                self._prepare(shared, workers, cache)
                 self._listen(shared, workers, group)
             except BaseException as error:  # a hook, or Ctrl-C
                 shared.fail("main", error)
@@ -171,7 +172,7 @@ class Pipeline:
     def _fresh_weights(self) -> dict[str, Tensor]:
         return dict(DFlashDrafter(self._drafter_config, seed=self._config.seed).state_dict())
 
-    def _prepare(self, shared: Shared, workers: list[Worker]) -> None:
+    def _prepare(self, shared: Shared, workers: list[Worker], cache: CompileCache | None) -> None:
         """The compilation phase: each worker in turn, in its own thread; then the start for all."""
         drafters = [worker for worker in workers if isinstance(worker, DrafterWorker)]
         for worker in workers:
@@ -187,7 +188,8 @@ class Pipeline:
         if require:
             shared.phase.require_compiled()
         shared.phase.close()
-        self._hooks.on_compiled([asdict(report) for report in shared.phase.reports])
+        state = {"cache_directory": str(cache.directory), "cache_bytes": cache.size()} if cache is not None else {}
+        self._hooks.on_compiled([{**asdict(report), **state} for report in shared.phase.reports])
         self._statistics.restart()
         shared.started.set()
 
@@ -289,19 +291,3 @@ def _device(name: str) -> torch.device:
         if device.index >= count:
             raise PipelineConfigError(f"there is no {device}: this machine has {count} CUDA GPUs")
     return device
-
-
-def _use_compile_cache(config: RunConfig, drafter: DrafterConfig, device: torch.device) -> CompileCache | None:
-    root = cache_root(config.pipeline.compile_cache)
-    if root is None:
-        return None
-    shapes: dict[str, Any] = {
-        "sequence_length": config.data.sequence_length,
-        "anchors": config.data.anchors_per_row,
-        "drafter": asdict(drafter),
-        "objective": config.objective.model_dump(),
-        "mode": config.pipeline.mode,
-    }
-    cache = CompileCache.open(root, device, shapes)
-    cache.activate()
-    return cache

@@ -12,7 +12,6 @@ of its device, and it waits on the event of that older step.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import math
 import queue
@@ -30,13 +29,13 @@ from trainer.compilation import CompilePhase
 from trainer.config import RunConfig
 from trainer.data.rows import RowSource
 from trainer.drafter.config import DrafterConfig
-from trainer.drafter.model import DFlashDrafter
-from trainer.optim import build_optimizer, schedule_multiplier
+from trainer.optim import schedule_multiplier
 from trainer.pipeline.exchange import Exchange
 from trainer.pipeline.features import FeatureMaker
 from trainer.pipeline.meter import Meter
 from trainer.pipeline.plan import Plan, balance
 from trainer.pipeline.queues import Closed, Ring
+from trainer.pipeline.threads import working_on
 from trainer.pipeline.types import StepReport, TrainState
 from trainer.step import DrafterStep, PreparedRow, StepNumbers
 from trainer.target import Features, Target
@@ -126,14 +125,7 @@ class Worker(threading.Thread):
     def run(self) -> None:
         """Prepare, wait for the others, work; hand any exception to the supervisor."""
         try:
-            with contextlib.ExitStack() as stack:
-                if self.device.type == "cuda":
-                    torch.cuda.set_device(self.device)
-                    self.stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
-                    stack.enter_context(torch.cuda.stream(self.stream))
-                # Backward in this thread: torch's own backward threads are one per device, shared by all drafters on
-                # it, and have their own compile configuration.
-                stack.enter_context(torch.autograd.set_multithreading_enabled(False))
+            with working_on(self.device) as self.stream:
                 self.may_prepare.wait()
                 self._go_on()
                 self.prepare()
@@ -288,21 +280,16 @@ class DrafterWorker(Worker):
     def prepare(self) -> None:
         config = self.shared.config
         with self.shared.phase.turn(self.name, self.device, self.stream) as turn:
-            drafter = DFlashDrafter(self._drafter_config, seed=None)
-            drafter.load_state_dict(self._weights)
-            drafter.to(self.device)
-            optimizer = build_optimizer(drafter.named_parameters(), config.optimizer, self.shared.plan.total_steps)
-            if self._moments is not None:
-                optimizer.load_state_dict(self._moments)
-            step = DrafterStep(
-                drafter,
-                optimizer,
-                config.objective,
+            step = DrafterStep.build(
+                config,
+                self._drafter_config,
                 embedding=self._embedding,
                 head=self._head,
-                sequence_length=config.data.sequence_length,
-                anchors=config.data.anchors_per_row,
+                total_steps=self.shared.plan.total_steps,
+                weights=self._weights,
             )
+            if self._moments is not None:
+                step.optimizer.load_state_dict(self._moments)
             step.prepare(turn)
         self._drafter_step = step
         self._weights, self._moments = {}, None
