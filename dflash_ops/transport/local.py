@@ -77,13 +77,13 @@ class LocalExchange:
         self.status = self._child.wait(max(1.0, self._deadline.remaining()))
 
     def close(self) -> None:
-        """End the child if it still runs."""
+        """Let the child see that nobody listens, as a closed ssh channel would; end it if it does not."""
         for stream in (self._child.stdin, self._child.stdout, self._child.stderr):
             if stream is not None:
                 with contextlib.suppress(OSError):
                     stream.close()
         with contextlib.suppress(subprocess.TimeoutExpired):
-            self._child.wait(0.5)
+            self._child.wait(3)
         if self._child.poll() is None:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._child.pid, signal.SIGKILL)

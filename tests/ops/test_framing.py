@@ -1,0 +1,89 @@
+"""Frames are found in any noise; what breaks the rules is refused, and never fills the memory."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dflash_ops.transport import framing
+from dflash_ops.transport.base import BadAnswer, Misconfigured
+from dflash_ops.transport.framing import FrameDecoder
+
+
+def line(kind: str, value: object) -> bytes:
+    return b"\n@@DFLASH " + json.dumps({"kind": kind, "value": value}).encode() + b"\n"
+
+
+@given(
+    values=st.lists(st.dictionaries(st.text(max_size=8), st.text(max_size=20), max_size=3), min_size=1, max_size=4),
+    noise=st.lists(st.binary(max_size=40).filter(lambda data: b"@@" not in data), min_size=5, max_size=5),
+    cut=st.integers(1, 17),
+)
+def test_frames_come_out_the_same_whatever_stands_between_and_however_they_are_cut(
+    values: list[dict[str, str]], noise: list[bytes], cut: int
+) -> None:
+    stream = noise[0]
+    for index, value in enumerate(values):
+        stream += line("event", value) + noise[index + 1]
+    decoder = FrameDecoder()
+    found = [frame for start in range(0, len(stream), cut) for frame in list(decoder.feed(stream[start : start + cut]))]
+    assert found == [("event", value) for value in values]
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"{",
+        b"[]",
+        b"null",
+        b'"text"',
+        b'{"kind": "event"}',
+        b'{"kind": "event", "value": []}',
+        b'{"kind": "run-this", "value": {}}',
+        b'{"kind": 1, "value": {}}',
+        b"[" * 100_000,
+        b"\xff\xfe",
+        b'{"kind": "event", "value": ' + b"9" * 10_000 + b"}",
+    ],
+    ids=lambda body: repr(body[:30]),
+)
+def test_a_malformed_frame_is_refused(body: bytes) -> None:
+    with pytest.raises(BadAnswer):
+        list(FrameDecoder().feed(b"\n@@DFLASH " + body + b"\n"))
+
+
+def test_a_giant_frame_is_refused_before_it_ends() -> None:
+    decoder = FrameDecoder()
+    piece = b"x" * (1 << 20)
+    assert list(decoder.feed(b"\n@@DFLASH ")) == []
+    with pytest.raises(BadAnswer, match="more than 8 MiB"):
+        [list(decoder.feed(piece)) for _ in range(9)]
+
+
+def test_endless_noise_is_refused_and_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(framing, "MAX_NOISE", 10_000)
+    decoder = FrameDecoder()
+    with pytest.raises(BadAnswer, match="no answer"):
+        [list(decoder.feed(b"y" * 1000)) for _ in range(11)]
+    assert len(decoder.noise_tail) <= 4096
+
+
+def test_noise_is_forgiven_after_each_frame(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(framing, "MAX_NOISE", 10_000)
+    decoder = FrameDecoder()
+    for _ in range(5):
+        list(decoder.feed(b"y" * 9000))
+        assert list(decoder.feed(line("event", {}))) == [("event", {})]
+
+
+def test_a_frame_needs_a_line_of_its_own() -> None:
+    assert list(FrameDecoder().feed(b'Welcome @@DFLASH {"kind": "result", "value": {}}\n')) == []
+
+
+def test_a_container_without_python_is_named() -> None:
+    with pytest.raises(Misconfigured, match="no python3") as caught:
+        list(FrameDecoder().feed(b"@@DFLASH no-python3\n"))
+    assert caught.value.code == 78
