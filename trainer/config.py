@@ -51,7 +51,10 @@ class DrafterSection(Section):
     target_layer_ids: list[int] | None = Field(
         None, description="Target layers whose outputs are tapped (0-based); default: the official even spread"
     )
-    mask_token_id: int | None = Field(None, description="Token id of a masked slot; default: chosen by rule")
+    mask_token_id: int | None = Field(
+        None,
+        description="Token id of a masked slot; default: the tokenizer's own, an unowned row, or a reserved one",
+    )
     intermediate_size: int | None = Field(None, description="MLP width; default: the target's")
     num_attention_heads: int | None = Field(None, description="Query heads; default: the target's")
     num_key_value_heads: int | None = Field(None, description="Key and value heads; default: the target's")
@@ -96,7 +99,9 @@ class ObjectiveConfig(Section):
         "decay", description="Slot weights: exponential decay (DFlash), D-PACE, or none"
     )
     decay_gamma: float | None = Field(
-        None, gt=0, description="Decay length in slots; default: 7 for blocks of 16, 5 for 10, 4 for 8"
+        None,
+        gt=0,
+        description="Decay length in slots; default: 7 for blocks of 16, 5 for 10, 4 for 8, straight between",
     )
     dpace_alpha: float = Field(0.5, ge=0, le=1, description="Smoothing of D-PACE's confidences")
     distillation: Literal["none", "forward_kl", "tv"] = Field(

@@ -115,7 +115,9 @@ def chunk_gradient(
             slope = probability * (sign - (probability * sign).sum(-1, keepdim=True))
         loss = weight * nll + config.distillation_weight * divergence
         gradient = weight * probability + config.distillation_weight * slope
-    gradient = gradient.scatter_add(1, label, torch.full_like(label, -1, dtype=gradient.dtype) * weight)
+    # A comparison, not a scatter: it melts into the pass that makes the gradient, where a scatter would need its own.
+    onehot = torch.arange(logits.shape[1], device=labels.device) == label
+    gradient = torch.where(onehot, gradient - weight, gradient)
     if softcap is not None:
         gradient = gradient * (1.0 - (logits / softcap).square())
     if multiplier != 1.0:
