@@ -209,14 +209,17 @@ Lines = dict[tuple[str | int, ...], int]
 
 def read_yaml(data: bytes, path: Path) -> tuple[Any, Lines]:
     """A YAML document and the line of each of its keys and items. Raises ConfigurationError."""
-    loader = yaml.SafeLoader(data)
+    lines: Lines = {}
     try:
-        node = loader.get_single_node()
-        lines: Lines = {}
-        if node is None:
-            return None, lines
-        _mark(node, (), lines, path, [0])
-        return loader.construct_document(node), lines
+        loader = yaml.SafeLoader(data)
+        try:
+            node = loader.get_single_node()
+            if node is None:
+                return None, lines
+            _mark(node, (), lines, path, [0])
+            return loader.construct_document(node), lines
+        finally:
+            loader.dispose()
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         line = mark.line + 1 if mark else 1
@@ -224,9 +227,8 @@ def read_yaml(data: bytes, path: Path) -> tuple[Any, Lines]:
             f"{path}:{line}: {error.problem or error.context}", "correct the YAML there"
         ) from error
     except (yaml.YAMLError, UnicodeDecodeError, ValueError, RecursionError) as error:
-        raise ConfigurationError(f"{path}: it is not YAML: {error}", "correct the file") from error
-    finally:
-        loader.dispose()
+        reason = " ".join(str(error).split())[:200]
+        raise ConfigurationError(f"{path}: it is not YAML: {reason}", "correct the file") from error
 
 
 def _mark(node: yaml.Node, where: tuple[str | int, ...], lines: Lines, path: Path, seen: list[int]) -> None:
@@ -252,7 +254,8 @@ def _mark(node: yaml.Node, where: tuple[str | int, ...], lines: Lines, path: Pat
 
 
 def _explained(error: ValidationError, path: Path, lines: Lines) -> ConfigurationError:
-    first = error.errors()[0]
+    # A misspelt key is also a missing one: the cause is said, not its effect.
+    first = min(error.errors(), key=lambda each: each["type"] != "extra_forbidden")
     loc = first["loc"]
     where: tuple[str | int, ...] = ()
     while len(where) < len(loc) and (*where, loc[len(where)]) in lines:

@@ -1,0 +1,134 @@
+"""inventory.yaml is checked whole; an error names file, line and cure."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from dflash_ops.errors import ConfigurationError, UsageError
+from dflash_ops.inventory import load_inventory
+
+GOOD = """\
+hosts:
+  pve1:
+    address: pve1.example
+targets:
+  main:
+    host: pve1
+    container: 200
+environments:
+  venv:
+    python: /opt/venv/bin/python
+jobs:
+  smoke:
+    config: {target: {path: /srv/model}}
+"""
+
+
+def load(folder: Path, text: str | bytes) -> None:
+    path = folder / "inventory.yaml"
+    path.write_bytes(text if isinstance(text, bytes) else text.encode())
+    load_inventory(path)
+
+
+def refused(folder: Path, text: str | bytes) -> str:
+    with pytest.raises(ConfigurationError) as caught:
+        load(folder, text)
+    assert caught.value.code == 78
+    assert "\n" not in caught.value.message
+    return f"{caught.value.message} ({caught.value.hint})".replace(str(folder), "")
+
+
+def test_the_project_s_own_inventory_is_valid() -> None:
+    inventory = load_inventory(Path(__file__).parents[2] / "inventory.yaml")
+    assert inventory.target(None)[0] == "lab"
+    gpus = inventory.jobs["qwen3-8b.example"].gpus
+    assert gpus is not None
+    assert (gpus.target, gpus.drafters) == ([0, 1, 2, 3, 4], [5, 6, 7])
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "said"),
+    [
+        ("    address: pve1.example", "    adress: pve1.example", "/inventory.yaml:3: unknown key `hosts.pve1.adress`"),
+        ("    address: pve1.example", "    adress: pve1.example", "did you mean `address`?"),
+        ("    host: pve1\n", "    host: pve2\n", "/inventory.yaml:6: there is no host `pve2` (did you mean `pve1`?)"),
+        ("container: 200", "container: 99", "/inventory.yaml:7: `targets.main.container`"),
+        ("container: 200", "container: '200; reboot'", "/inventory.yaml:7: `targets.main.container`"),
+        ("    container: 200\n", "", "/inventory.yaml:5: `targets.main`: a target needs `container: <vmid>`"),
+        ("    container: 200", "    container: 200\n    root: /a/../b", ":8: `targets.main.root`"),
+        ("    container: 200", "    container: 200\n    root: /a b", ":8: `targets.main.root`"),
+        ("    container: 200", "    container: 200\n    root: '/a$b'", ":8: `targets.main.root`"),
+        ("    container: 200", "    container: 200\n    enter: ssh", ":8: `targets.main.enter`"),
+        ("    container: 200", "    container: 200\n    container: 201", ":8: the key `container` stands twice"),
+        ("  smoke:\n", "  smoke:\n    environment: vnev\n", ":13: there is no environment `vnev`"),
+        ("  smoke:\n", "  smoke:\n    env: {A B: x}\n", ":13: `jobs.smoke.env.A B`"),
+        ("  smoke:\n", "  smoke:\n    gpus: {target: 0-x}\n", '"0-4"'),
+        ("  smoke:\n", "  smoke:\n    gpus: {targets: 0}\n", "did you mean `target`?"),
+        ("  smoke:\n    config: {target: {path: /srv/model}}\n", "  smoke: {}\n", "the key `config` is missing"),
+        ("targets:\n", "targets: [\n", ":"),
+        ("hosts:\n", "path: /x\nhosts:\n", ":1: unknown key `path`"),
+        ("hosts:\n", "default_target: mian\nhosts:\n", ":1: there is no target `mian` (did you mean `main`?)"),
+        ("/opt/venv/bin/python", '"/opt/a\\nb"', "a path of one line"),
+    ],
+)
+def test_a_mistake_is_named_with_its_line_and_cure(tmp_path: Path, old: str, new: str, said: str) -> None:
+    assert old in GOOD
+    assert said in refused(tmp_path, GOOD.replace(old, new))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        b"",
+        b"- a\n",
+        b"just text",
+        b"\xff\xfe\x00",
+        b"a: &x [*x]\ntargets: {}",
+        b"targets: !!python/object/apply:os.system [id]\n",
+        b"a: {" * 2000,
+        b"a: &a [x]\n"
+        + b"".join(b"%c: &%c [%s]\n" % (98 + i, 98 + i, b",".join([b"*%c" % (97 + i)] * 9)) for i in range(9)),
+        b"x" * (1 << 20) + b"yy",
+    ],
+    ids=["empty", "list", "text", "binary", "loop", "object", "deep", "laughs", "huge"],
+)
+def test_hostile_or_senseless_files_are_refused_in_one_sentence(tmp_path: Path, text: bytes) -> None:
+    assert refused(tmp_path, text)
+
+
+def test_without_a_file_the_ways_to_name_one_are_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("DFLASH_INVENTORY", raising=False)
+    with pytest.raises(ConfigurationError) as caught:
+        load_inventory()
+    assert "inventory.yaml" in caught.value.message
+    assert "DFLASH_INVENTORY" in caught.value.hint
+
+
+def test_the_variable_names_the_file_and_the_option_wins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second = tmp_path / "first.yaml", tmp_path / "second.yaml"
+    first.write_text(GOOD)
+    second.write_text(GOOD.replace("main", "other"))
+    monkeypatch.setenv("DFLASH_INVENTORY", str(first))
+    assert load_inventory().target(None)[0] == "main"
+    assert load_inventory(second).target(None)[0] == "other"
+
+
+def test_relative_paths_start_at_the_inventory_s_folder(tmp_path: Path) -> None:
+    load(tmp_path, GOOD)
+    inventory = load_inventory(tmp_path / "inventory.yaml")
+    assert inventory.resolve(Path("a/b")) == tmp_path / "a/b"
+    assert inventory.resolve(Path("/a/b")) == Path("/a/b")
+
+
+def test_what_is_not_said_is_asked_for_when_there_are_several(tmp_path: Path) -> None:
+    text = GOOD + "  other:\n    config: {}\n"
+    load(tmp_path, text)
+    inventory = load_inventory(tmp_path / "inventory.yaml")
+    with pytest.raises(UsageError, match="2 jobs"):
+        inventory.job(None)
+    with pytest.raises(UsageError, match="no job 'nosuch'"):
+        inventory.job("nosuch")
+    assert inventory.job("other")[0] == "other"
