@@ -286,7 +286,7 @@ def target_alone(options: argparse.Namespace, device: torch.device) -> float:
     rows = rows_of(preset, 8, device)
 
     def work(stream: torch.cuda.Stream | None) -> float:
-        maker = FeatureMaker(target, preset.length, preset.anchors)
+        maker = FeatureMaker(target, row_source(preset, 8).shape)
         with CompilePhase(options.mode) as phase:
             with phase.turn("target 0", device, stream, required=False) as turn:
                 maker.prepare(turn)

@@ -16,9 +16,10 @@ from __future__ import annotations
 
 import inspect
 import logging
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -26,12 +27,12 @@ from torch.nn.attention.varlen import AuxRequest, varlen_attn
 from transformers import AttentionInterface
 
 from trainer.config import TargetConfig
-from trainer.data.rows import Row
+from trainer.data.rows import Row, RowShape
 
 _log = logging.getLogger(__name__)
 
-VARLEN = "dflash_varlen"
-"""Name under which transformers finds `_varlen_attention`"""
+VARLEN = "within_documents"
+"""Name under which transformers finds `_varlen_attention`; one with "flash" in it would be taken for its own kernels"""
 
 # torch 2.11 takes fewer key heads than query heads without being told; later ones want to be told.
 _GROUPED: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
@@ -51,15 +52,53 @@ class Features:
     """[S, H] behind the final norm, ready for the head; only when loaded for distillation"""
 
 
-class TargetInputs(NamedTuple):
-    """A row as the packed way reads it; fixed shapes, so that `Target.forward` can be captured in a CUDA graph."""
+@dataclass(frozen=True, slots=True)
+class TargetInputs:
+    """A row as the packed way reads it. With the shape of a whole source, a pass over it can be captured in a graph."""
 
     input_ids: Tensor
     """[1, S] int64"""
     position_ids: Tensor
     """[1, S] int64"""
     boundaries: Tensor
-    """[A + 2] int32: first token of each document, then of the padding, then S repeated; a document has an anchor"""
+    """[N + 1] int32: where each of N pieces begins, and S: the documents, then padding, then empty pieces"""
+    longest: int
+    """No piece has more tokens"""
+
+    @classmethod
+    def of(cls, row: Row, shape: RowShape | None = None) -> TargetInputs:
+        """A row on the CPU; `boundaries` is as long as any row of the shape needs, or this row if there is none."""
+        length = len(row.input_ids)
+        documents = _spans(row)
+        longest = shape.longest if shape is not None else max(end - start for start, end in documents)
+        # Padding is cut to the length of documents, for that is how far into a piece the kernel looks.
+        starts = [start for start, _ in documents] + list(range(documents[-1][1], length, longest))
+        pieces = _pieces(shape) if shape is not None else len(starts)
+        boundaries = torch.full((pieces + 1,), length, dtype=torch.int32)
+        boundaries[: len(starts)] = torch.tensor(starts, dtype=torch.int32)
+        return cls(row.input_ids[None], row.position_ids[None], boundaries, longest)
+
+    @classmethod
+    def blank(cls, shape: RowShape, device: torch.device) -> TargetInputs:
+        """Buffers for any row of a source, filled with nothing but padding."""
+        tokens = torch.zeros(1, shape.tokens, dtype=torch.int64, device=device)
+        starts = torch.arange(_pieces(shape) + 1, device=device) * shape.longest
+        return cls(tokens, tokens.clone(), starts.clamp_(max=shape.tokens).to(torch.int32), shape.longest)
+
+    def copy_(self, other: TargetInputs) -> None:
+        """Take over another row of the same shape, without waiting for the device."""
+        self.input_ids.copy_(other.input_ids, non_blocking=True)
+        self.position_ids.copy_(other.position_ids, non_blocking=True)
+        self.boundaries.copy_(other.boundaries, non_blocking=True)
+
+    def to(self, device: torch.device) -> TargetInputs:
+        """The same on a device."""
+        return TargetInputs(
+            self.input_ids.to(device, non_blocking=True),
+            self.position_ids.to(device, non_blocking=True),
+            self.boundaries.to(device, non_blocking=True),
+            self.longest,
+        )
 
 
 class Target:
@@ -146,25 +185,17 @@ class Target:
         """Whether a row is one forward pass of fixed shape."""
         return self.attention != "unpacked"
 
-    def inputs(self, row: Row) -> TargetInputs:
-        """The row on the target's device, for `forward`."""
-        return TargetInputs(
-            row.input_ids[None].to(self.device, non_blocking=True),
-            row.position_ids[None].to(self.device, non_blocking=True),
-            _boundaries(row).to(self.device, non_blocking=True),
-        )
-
     @torch.no_grad()
     def forward(self, inputs: TargetInputs) -> Features:
         """Features of a row by one packed pass; only where `packed`."""
-        states, last = self._run(inputs.input_ids, inputs.position_ids, inputs.boundaries)
+        states, last = self._run(inputs)
         return Features(states[0], last[0] if last is not None else None)
 
     @torch.no_grad()
     def features(self, row: Row) -> Features:
         """Features of a row; no token sees another document. Padding's features are arbitrary but finite."""
         if self.packed:
-            return self.forward(self.inputs(row))
+            return self.forward(TargetInputs.of(row).to(self.device))
         length = len(row.input_ids)
         hidden = torch.zeros(
             length, len(self.layer_ids) * self.hidden_size, dtype=self.embedding.dtype, device=self.device
@@ -177,8 +208,7 @@ class Target:
                 max=length - 1
             )
             ids = row.input_ids[places].to(self.device)
-            positions = torch.arange(longest, device=self.device).expand(len(documents), -1)
-            states, last = self._run(ids, positions, None)
+            states, last = self._run(self._unpacked(ids))
             for number, (start, end) in enumerate(documents):
                 hidden[start:end] = states[number, : end - start]
                 if last_hidden is not None and last is not None:
@@ -191,20 +221,36 @@ class Target:
 
         return hook
 
-    def _run(self, ids: Tensor, positions: Tensor, boundaries: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    def _run(self, inputs: TargetInputs) -> tuple[Tensor, Tensor | None]:
         """Tapped states [D, L, n * H] and, for distillation, final ones [D, L, H]."""
         extra: dict[str, Any] = {}
-        if boundaries is not None and self._decoder.config._attn_implementation == VARLEN:
+        if self._decoder.config._attn_implementation == VARLEN:
             extra = {
-                "cu_seq_lens_q": boundaries,
-                "cu_seq_lens_k": boundaries,
-                "max_length_q": ids.shape[1],
-                "max_length_k": ids.shape[1],
+                "cu_seq_lens_q": inputs.boundaries,
+                "cu_seq_lens_k": inputs.boundaries,
+                "max_length_q": inputs.longest,
+                "max_length_k": inputs.longest,
             }
-        output = self._decoder(input_ids=ids, position_ids=positions, use_cache=False, **extra)
+        output = self._decoder(input_ids=inputs.input_ids, position_ids=inputs.position_ids, use_cache=False, **extra)
         states = torch.cat([self._taps[number] for number in self.layer_ids], dim=-1)
         self._taps.clear()
         return states, output.last_hidden_state if self._last_hidden else None
+
+    def _unpacked(self, ids: Tensor) -> TargetInputs:
+        """One document a line, [D, L]; what the lines are padded with stands to the right."""
+        length = ids.shape[1]
+        positions = torch.arange(length, device=self.device).expand(len(ids), -1)
+        return TargetInputs(ids, positions, torch.tensor([0, length], dtype=torch.int32, device=self.device), length)
+
+    def _probe(self, *lengths: int) -> TargetInputs:
+        """Packed documents of these lengths, and an empty piece."""
+        starts = [sum(lengths[:number]) for number in range(len(lengths) + 1)]
+        return TargetInputs(
+            _probe_tokens(self.vocab_size, starts[-1]).to(self.device)[None],
+            torch.cat([torch.arange(length) for length in lengths]).to(self.device)[None],
+            torch.tensor([*starts, starts[-1]], dtype=torch.int32, device=self.device),
+            max(lengths),
+        )
 
     def _measure_embedding_scale(self, first_layer: nn.Module) -> float:
         """What stands between the embedding table and the first layer, as a factor.
@@ -216,13 +262,13 @@ class Target:
             lambda _module, arguments, keywords: seen.append(arguments[0] if arguments else keywords["hidden_states"]),
             with_kwargs=True,
         )
-        ids = _probe_tokens(self.vocab_size, 32).to(self.device)[None]
+        inputs = self._probe(32)
         try:
             with torch.no_grad():
-                self._run(ids, torch.arange(32, device=self.device)[None], None)
+                self._run(inputs)
         finally:
             handle.remove()
-        table, entered = self.embedding[ids[0]].double(), seen[0][0].double()
+        table, entered = self.embedding[inputs.input_ids[0]].double(), seen[0][0].double()
         scale = float((table * entered).sum() / (table * table).sum())
         if float((entered - scale * table).norm()) > 0.05 * float(entered.norm()):
             _log.warning(
@@ -251,10 +297,8 @@ class Target:
         The leak test is exact at any precision: the gradient of the second document's features with respect to the
         first document's embeddings must be zero, not small.
         """
-        first, second = 24, 40
-        ids = _probe_tokens(self.vocab_size, first + second).to(self.device)
-        positions = torch.cat([torch.arange(first), torch.arange(second)]).to(self.device)
-        boundaries = torch.tensor([0, first, first + second], dtype=torch.int32, device=self.device)
+        first = 24
+        inputs = self._probe(first, 40)
         embedded: list[Tensor] = []
 
         def watch(_module: nn.Module, _arguments: Any, output: Tensor) -> Tensor:
@@ -264,8 +308,8 @@ class Target:
         handle = self._decoder.get_input_embeddings().register_forward_hook(watch)
         try:
             with torch.enable_grad():
-                states, _ = self._run(ids[None], positions[None], boundaries)
-                (gradient,) = torch.autograd.grad(states[0, first:].float().square().sum(), embedded[0])
+                states, _ = self._run(inputs)
+                (gradient,) = torch.autograd.grad(states[0, first:].float().sum(), embedded[0])
         except (RuntimeError, NotImplementedError, TypeError, ValueError, KeyError, TargetError) as error:
             _log.info("packed attention (%s) is not available for this target: %s", way, str(error).split("\n")[0])
             return False
@@ -277,24 +321,24 @@ class Target:
         if reference is not None:
             self._decoder.set_attn_implementation(reference)
             with torch.no_grad():
-                alone, _ = self._run(ids[None, first:], positions[None, first:], None)
+                alone, _ = self._run(self._unpacked(inputs.input_ids[:, first:]))
             self._decoder.set_attn_implementation(VARLEN)
-            error_norm = (states[0, first:].float() - alone[0].float()).norm(dim=-1) / alone[0].float().norm(dim=-1)
-            if float(error_norm.median()) > 0.05:
+            right = alone[0].float()
+            errors = (states[0, first:].detach().float() - right).norm(dim=-1) / right.norm(dim=-1)
+            if float(errors.median()) > 0.05:
                 _log.warning("variable-length attention disagrees with the target's own attention and is not used")
                 return False
         return True
 
     def _never_waits(self) -> bool:
         """Whether a packed pass asks nothing of the GPU in between (as some mixtures of experts do)."""
-        ids = _probe_tokens(self.vocab_size, 64).to(self.device)[None]
-        positions = torch.arange(64, device=self.device)[None]
-        boundaries = torch.tensor([0, 64, 64], dtype=torch.int32, device=self.device)
+        inputs = self._probe(24, 40)
         before = torch.cuda.get_sync_debug_mode()
-        torch.cuda.set_sync_debug_mode("error")
         try:
-            with torch.no_grad():
-                self._run(ids, positions, boundaries)
+            with torch.no_grad(), warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # torch calls the mode a prototype
+                torch.cuda.set_sync_debug_mode("error")
+                self._run(inputs)
         except RuntimeError as error:
             _log.info("the target's pass cannot be captured in a CUDA graph: %s", str(error).split("\n")[0])
             return False
@@ -426,14 +470,9 @@ def _spans(row: Row) -> list[tuple[int, int]]:
     return [(start, end) for start, end in zip(starts, ends, strict=True) if end - start > 1]
 
 
-def _boundaries(row: Row) -> Tensor:
-    """[A + 2] int32, see `TargetInputs`."""
-    length = len(row.input_ids)
-    boundaries = torch.full((len(row.anchors) + 2,), length, dtype=torch.int32)
-    spans = _spans(row)
-    starts = [start for start, _ in spans] + [spans[-1][1]]
-    boundaries[: len(starts)] = torch.tensor(starts, dtype=torch.int32)
-    return boundaries
+def _pieces(shape: RowShape) -> int:
+    """Pieces that suffice for any row of a shape."""
+    return shape.documents + -(-shape.tokens // shape.longest)
 
 
 def _similar_lengths(spans: list[tuple[int, int]]) -> list[list[tuple[int, int]]]:

@@ -114,6 +114,22 @@ def test_anchors_are_distinct_ascending_supervised_and_followed_by_a_supervised_
         assert set(row.document_start[valid].tolist()) == starts, "every document of a row has an anchor"
 
 
+@given(document_sets(), st.integers(1, 60))
+@settings(max_examples=100, deadline=None)
+def test_every_row_keeps_to_the_shape_of_its_source(documents: Documents, anchors: int) -> None:
+    if not len(documents):
+        return
+    rows = source(documents, anchors)
+    shape = rows.shape
+    assert (shape.tokens, shape.anchors) == (LENGTH, anchors)
+    for number in range(rows.total_rows):
+        row = rows.row(number)
+        starts = row.document_start[row.input_ids != 0]
+        sizes = starts.unique(return_counts=True)[1]
+        assert len(sizes) <= shape.documents
+        assert int(sizes.max()) <= shape.longest
+
+
 @given(
     st.lists(st.integers(1, 400), min_size=1, max_size=40),
     st.integers(0, 300),

@@ -11,8 +11,8 @@ from torch import Tensor
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedConfig
 
 from trainer.config import TargetConfig
-from trainer.data import Documents, Row, RowSource
-from trainer.target import Target, TargetError, load_model
+from trainer.data import Documents, Row, RowShape, RowSource
+from trainer.target import Target, TargetError, TargetInputs, load_model
 
 VOCAB, HIDDEN = 97, 64
 COMMON: dict[str, Any] = {
@@ -119,7 +119,7 @@ def test_a_target_whose_masks_ignore_positions_is_found_out(row: Row) -> None:
     target = Target(build(config_of("gpt_oss")), TAPS, "cpu")
     if target.packed:
         pytest.skip("this transformers masks gpt-oss by position ids")
-    leaking = target.forward(target.inputs(row)).hidden
+    leaking = target.forward(TargetInputs.of(row)).hidden
     right = target.features(row).hidden
     second = documents_of(row)[1]
     assert not torch.allclose(leaking[second], right[second], atol=1e-2)
@@ -237,12 +237,19 @@ def test_targets_do_not_disturb_each_other_in_threads(row: Row) -> None:
                 torch.testing.assert_close(features.hidden, expected)
 
 
-def test_inputs_have_fixed_shapes_and_boundaries_end_with_the_row(row: Row) -> None:
-    inputs = Target(build(config_of("llama")), TAPS, "cpu").inputs(row)
-    assert inputs.input_ids.shape == inputs.position_ids.shape == (1, 128)
+def test_boundaries_hold_documents_then_padding_in_pieces_no_longer_than_a_document(row: Row) -> None:
     starts = [document.start for document in documents_of(row)]
-    assert inputs.boundaries.dtype == torch.int32
-    assert inputs.boundaries.tolist() == [*starts, 94] + [128] * (16 + 2 - len(starts) - 1)
+    exact = TargetInputs.of(row)
+    assert exact.boundaries.tolist() == [*starts, 94, 125, 128]
+    assert exact.longest == 31
+    fixed = TargetInputs.of(row, RowShape(tokens=128, anchors=16, documents=7, longest=40))
+    assert fixed.boundaries.tolist() == [*starts, 94] + [128] * (7 + 4 + 1 - 6)
+    assert fixed.boundaries.dtype == torch.int32
+    blank = TargetInputs.blank(RowShape(tokens=128, anchors=16, documents=7, longest=40), torch.device("cpu"))
+    assert blank.boundaries.tolist() == [0, 40, 80, 120] + [128] * 8
+    blank.copy_(fixed)
+    assert torch.equal(blank.input_ids, row.input_ids[None])
+    assert torch.equal(blank.boundaries, fixed.boundaries)
 
 
 def test_layers_that_do_not_exist_are_refused_by_name() -> None:

@@ -42,6 +42,20 @@ class Row:
     """[A] bool"""
 
 
+@dataclass(frozen=True, slots=True)
+class RowShape:
+    """What every row of a source keeps to."""
+
+    tokens: int
+    """S"""
+    anchors: int
+    """A"""
+    documents: int
+    """Most documents in a row"""
+    longest: int
+    """Most tokens in a document"""
+
+
 class RowSource:
     """Random access to the rows of all epochs. Safe to use from several threads.
 
@@ -85,6 +99,12 @@ class RowSource:
     def total_rows(self) -> int:
         """Rows in all epochs."""
         return self._layout.rows * self._epochs
+
+    @property
+    def shape(self) -> RowShape:
+        """Sizes that hold for every row of every epoch."""
+        most = int(np.diff(self._layout.starts).max())
+        return RowShape(self._length, self._anchors, most, int(self._documents.lengths.max()))
 
     @property
     def statistics(self) -> Statistics:

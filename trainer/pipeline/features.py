@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import torch
-
 from trainer.compilation import Turn
-from trainer.data.rows import Row
+from trainer.data.rows import Row, RowShape
 from trainer.target import Features, Target, TargetInputs
 
 
 class FeatureMaker:
     """A target over rows of one shape. Used by one thread, under that thread's stream."""
 
-    def __init__(self, target: Target, sequence_length: int, anchors: int) -> None:
+    def __init__(self, target: Target, shape: RowShape) -> None:
         self.target = target
-        self._length, self._anchors = sequence_length, anchors
+        self._shape = shape
         self._inputs: TargetInputs | None = None
         self._captured: Features
         self._replay = self._forward
@@ -24,13 +22,7 @@ class FeatureMaker:
         if turn.mode != "graph" or not self.target.capturable:
             turn.runs_eagerly("a target is not compiled" if turn.mode != "graph" else "its attention is not capturable")
             return
-        device, length = self.target.device, self._length
-        self._inputs = TargetInputs(
-            torch.zeros(1, length, dtype=torch.int64, device=device),
-            torch.arange(length, device=device)[None],
-            torch.full((self._anchors + 2,), length, dtype=torch.int32, device=device),
-        )
-        self._inputs.boundaries[0].zero_()
+        self._inputs = TargetInputs.blank(self._shape, self.target.device)
         for _ in range(2):
             self._forward()
         self._replay = turn.capture("forward", self._forward)
@@ -39,8 +31,7 @@ class FeatureMaker:
         """The row's features; a captured target overwrites them with the next row's."""
         if self._inputs is None:
             return self.target.features(row)
-        for buffer, tensor in zip(self._inputs, self.target.inputs(row), strict=True):
-            buffer.copy_(tensor, non_blocking=True)
+        self._inputs.copy_(TargetInputs.of(row, self._shape))
         self._replay()
         return self._captured
 

@@ -140,7 +140,7 @@ class Pipeline:
         start = self._start
         self._hooks.on_status("loading the target")
         loaded = [self._load_target(device) for device in target_devices]
-        targets = [TargetWorker(number, shared, target) for number, target in enumerate(loaded)]
+        targets = [TargetWorker(number, shared, target, self._source.shape) for number, target in enumerate(loaded)]
         tables = _Tables(loaded[0])
         weights = start.drafter if start is not None else self._fresh_weights()
         rows = RowWorker(

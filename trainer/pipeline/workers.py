@@ -27,7 +27,7 @@ from torch import Tensor
 
 from trainer.compilation import CompilePhase
 from trainer.config import RunConfig
-from trainer.data.rows import RowSource
+from trainer.data.rows import RowShape, RowSource
 from trainer.drafter.config import DrafterConfig
 from trainer.optim import schedule_multiplier
 from trainer.pipeline.exchange import Exchange
@@ -178,10 +178,9 @@ class RowWorker(Worker):
 class TargetWorker(Worker):
     """Runs the target; whichever target is free takes the next row."""
 
-    def __init__(self, number: int, shared: Shared, target: Target) -> None:
+    def __init__(self, number: int, shared: Shared, target: Target, shape: RowShape) -> None:
         super().__init__(f"target {number}", shared, target.device)
-        data = shared.config.data
-        self._maker = FeatureMaker(target, data.sequence_length, data.anchors_per_row)
+        self._maker = FeatureMaker(target, shape)
         self._copies: torch.cuda.Stream | None = None
 
     def prepare(self) -> None:
