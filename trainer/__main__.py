@@ -15,6 +15,7 @@ import logging
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -50,7 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return 130
     except Exception as error:
-        if debug or not type(error).__module__.startswith("trainer."):
+        if debug or not _told(error):
             raise
         logging.getLogger(__name__).error("%s", error)
         return CONFIGURATION
@@ -59,7 +60,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def configure_logging(debug: bool) -> None:
     """One line a record on stderr: `2026-11-30T07:20:00.123Z INFO main message`; the third word is the thread."""
     handler = logging.StreamHandler()
-    handler.setFormatter(_Formatter())
+    handler.setFormatter(_Formatter(debug))
     logging.basicConfig(level=logging.DEBUG if debug else logging.INFO, handlers=[handler], force=True)
     logging.captureWarnings(True)
     for chatty in ("torch", "transformers", "httpx", "urllib3", "matplotlib", "filelock", "fsspec", "py.warnings"):
@@ -67,11 +68,25 @@ def configure_logging(debug: bool) -> None:
 
 
 class _Formatter(logging.Formatter):
+    def __init__(self, debug: bool) -> None:
+        super().__init__()
+        self._debug = debug
+
     def format(self, record: logging.LogRecord) -> str:
         seconds = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
         thread = (record.threadName or "?").replace(" ", "-")
         text = f"{seconds}.{int(record.msecs):03d}Z {record.levelname} {thread} {record.getMessage()}"
-        return f"{text}\n{self.formatException(record.exc_info)}" if record.exc_info else text
+        error = record.exc_info[1] if record.exc_info else None
+        if error is None:
+            return text
+        if _told(error) and not self._debug:
+            return f"{text}: {type(error).__name__}: {error}"
+        return f"{text}\n{''.join(traceback.format_exception(error)).rstrip()}"
+
+
+def _told(error: BaseException) -> bool:
+    """Whether the message says all that a user needs: so it is with the exceptions that this package defines."""
+    return type(error).__module__.startswith("trainer.")
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -7,6 +7,7 @@ SIGABRT, with which systemd's watchdog ends a stuck run.
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import json
 import logging
@@ -14,7 +15,6 @@ import os
 import signal
 import sys
 import threading
-import traceback
 from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
@@ -23,7 +23,7 @@ from typing import Any
 import transformers
 
 from trainer import checkpoint, config
-from trainer.checkpoint import Checkpoint
+from trainer.checkpoint import Checkpoint, CheckpointError
 from trainer.config import RunConfig, TargetConfig
 from trainer.data import RowSource
 from trainer.data.dataset import open_rows
@@ -69,6 +69,7 @@ def run(config_path: Path, run_dir: Path, overrides: Sequence[str], resume_from:
         source.content_hash,
     )
     if start is not None:
+        refuse_another_drafter(start, settings, drafter_config)
         warn_of_changes(start, settings, source)
 
     step = start.step if start else 0
@@ -83,7 +84,8 @@ def run(config_path: Path, run_dir: Path, overrides: Sequence[str], resume_from:
         outcome = Pipeline(settings, drafter_config, source, watch.hooks(), state).run()
     except PipelineError as error:
         report_failure(error)
-        telemetry.close()
+        with contextlib.suppress(OSError):  # a full disk may be the very cause
+            telemetry.close()
         if error.stuck:  # threads that hang in a driver can't be joined, and would keep the process from ending
             logging.shutdown()
             os._exit(1)
@@ -212,6 +214,24 @@ def find_start(run_dir: Path, resume_from: Path | None) -> Checkpoint | None:
     return checkpoint.resolve(resume_from)
 
 
+def refuse_another_drafter(start: Checkpoint, settings: RunConfig, drafter_config: DrafterConfig) -> None:
+    """Raise CheckpointError unless weights and optimizer state of the checkpoint fit what is to be trained."""
+    old, new = start.drafter_config(), json.loads(json.dumps(drafter_config.to_json("float32")))
+    changed = [
+        f"drafter {name} is {old.get(name)} there, {value} here"
+        for name, value in new.items()
+        if old.get(name) != value
+    ]
+    name = start.run()["config"]["optimizer"]["name"]
+    if name != settings.optimizer.name:
+        changed.append(f"optimizer.name is {name} there, {settings.optimizer.name} here")
+    if changed:
+        raise CheckpointError(
+            f"checkpoint {start.path} is of another drafter or optimizer ({'; '.join(changed)}): "
+            "keep what it was trained with, or start a new run in another run directory"
+        )
+
+
 def released_start(settings: RunConfig) -> TrainState | None:
     """Step 0 with the weights of `drafter.init_from`; None where there is no such drafter to continue from."""
     if settings.drafter.init_from is None:
@@ -243,17 +263,13 @@ def warn_of_changes(start: Checkpoint, settings: RunConfig, source: RowSource) -
 
 
 def report_failure(error: PipelineError) -> None:
-    """Log the first cause with its traceback, then what failed later, so that the last line is not the loudest."""
-    cause = error.__cause__
-    told = cause is not None and type(cause).__module__.startswith("trainer.")
-    text = "" if told or cause is None else "\n" + "".join(traceback.format_exception(cause)).rstrip()
-    logger.error("%s%s", error, text)
-    for worker, later in error.later:
-        logger.error("after that, %s failed too: %s: %s", worker, type(later).__name__, later)
+    """End the log with the first cause. Workers have logged their own failures, with tracebacks, as they happened."""
+    if error.worker == "main":  # a hook
+        logger.error("main failed", exc_info=error.__cause__)
     if error.stuck:
-        logger.error("did not end in time: %s; stacks follow", ", ".join(error.stuck))
+        logger.error("did not end in time: %s; their stacks:", ", ".join(error.stuck))
         faulthandler.dump_traceback()
-    logger.error("run failed: %s", str(error).splitlines()[0])
+    logger.error("run failed: %s", error)
 
 
 def load_target_config(target: TargetConfig) -> Any:

@@ -1,0 +1,363 @@
+"""`python -m trainer run`: killed, stopped, asked for checkpoints, resumed, and failing."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import random
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.trainer.launching import Run, launch, write_config
+from tests.trainer.tiny_models import VOCAB, save_target, tiny_target
+from trainer import checkpoint
+
+LOG_LINE = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z (DEBUG|INFO|WARNING|ERROR) \S+ \S.*")
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_target(tiny_target("llama"), tmp_path_factory.mktemp("target"))
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    generator = torch.Generator().manual_seed(0)
+    path = tmp_path_factory.mktemp("data") / "documents.jsonl"
+    with path.open("w") as file:
+        for length in range(12, 40, 2):
+            ids = torch.randint(6, VOCAB - 1, (length,), generator=generator).tolist()
+            file.write(json.dumps({"input_ids": ids, "loss_mask": [0] * 4 + [1] * (length - 4)}) + "\n")
+    return path
+
+
+@pytest.fixture
+def config(tmp_path: Path, target: Path, source: Path) -> Path:
+    return write_config(tmp_path / "run.yaml", target, source)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory, target: Path, source: Path) -> Run:
+    """A whole run of 40 steps, nothing done to it."""
+    folder = tmp_path_factory.mktemp("undisturbed")
+    run = launch(write_config(folder / "run.yaml", target, source), folder)
+    assert run.wait() == 0, run.log
+    return run
+
+
+def losses(run: Run) -> dict[int, set[float]]:
+    """Every loss that was ever written for a step; more than one value means that a repetition differed."""
+    found: dict[int, set[float]] = {}
+    for line in run.steps:
+        found.setdefault(line["step"], set()).add(line["loss"])
+    return found
+
+
+def weights(run: Run, step: int) -> bytes:
+    return (run.folder / f"checkpoints/step-{step:08d}" / checkpoint.MODEL).read_bytes()
+
+
+def test_a_run_learns_and_leaves_what_the_launcher_reads(undisturbed: Run) -> None:
+    steps = undisturbed.steps
+    assert [line["step"] for line in steps] == list(range(1, 41))
+    assert sum(line["loss"] for line in steps[-5:]) < 0.8 * sum(line["loss"] for line in steps[:5])
+    assert undisturbed.checkpoints == [40]
+    assert {report["worker"] for report in json.loads((undisturbed.folder / "compile.json").read_text())} == {
+        "target 0",
+        "drafter 0",
+    }
+    lines = undisturbed.log.splitlines()
+    assert all(LOG_LINE.fullmatch(line) for line in lines), undisturbed.log
+    assert any("main step 40/40 loss " in line for line in lines)
+
+
+def test_twenty_kills_at_random_instants_change_no_bit_of_the_losses(
+    tmp_path: Path, target: Path, source: Path, undisturbed: Run
+) -> None:
+    config = write_config(tmp_path / "run.yaml", target, source, checkpoint={"every": 2, "keep_last": 2})
+    rng = random.Random(0)
+    killed_while_training = 0
+    for _ in range(20):
+        run = launch(config, tmp_path / "run")
+        written = len(run.steps)
+        # From before the first step to some steps behind it, whatever the machine's speed.
+        for _ in range(rng.randrange(5)):
+            with contextlib.suppress(AssertionError):  # it may have come to its end
+                run.until(lambda run=run, before=written: len(run.steps) > before)  # type: ignore[misc]
+            written = len(run.steps)
+        time.sleep(0.03 * rng.random())
+        run.kill(signal.SIGKILL)
+        killed_while_training += run.wait() == -signal.SIGKILL
+    run = launch(config, tmp_path / "run")
+    assert run.wait() == 0, run.log
+    assert killed_while_training > 10
+    assert len([line for line in run.metrics if line["kind"] == "resume"]) > 5
+    assert losses(run) == losses(undisturbed)
+    assert weights(run, 40) == weights(undisturbed, 40)
+
+
+def test_sigusr2_saves_and_goes_on_and_sigterm_saves_and_ends_with_zero(
+    tmp_path: Path, config: Path, undisturbed: Run
+) -> None:
+    run = launch(config, tmp_path / "run", "--set", "optimizer.max_steps=6000")
+    run.until(lambda: len(run.steps) >= 2)
+    run.kill(signal.SIGUSR2)
+    run.until(lambda: bool(run.checkpoints))
+    asked = run.checkpoints[0]
+    run.until(lambda: run.steps[-1]["step"] > asked)
+    run.kill(signal.SIGTERM)
+    assert run.wait() == 0, run.log
+    last = run.steps[-1]["step"]
+    assert run.checkpoints == [asked, last]
+    assert f"stopped at step {last} of 6000" in run.log
+    assert checkpoint.read(run.folder / f"checkpoints/step-{last:08d}").run()["next_row"] == last
+
+
+def test_a_stopped_run_goes_on_where_it_was(tmp_path: Path, config: Path, undisturbed: Run) -> None:
+    run = launch(config, tmp_path / "run")
+    run.until(lambda: len(run.steps) >= 5)
+    run.kill(signal.SIGTERM)
+    assert run.wait() == 0, run.log
+    stopped = run.steps[-1]["step"]
+    assert stopped < 40
+    resumed = launch(config, tmp_path / "run")
+    assert resumed.wait() == 0, resumed.log
+    assert [line["step"] for line in resumed.steps] == list(range(1, 41))
+    assert losses(resumed) == losses(undisturbed)
+    assert f"resuming from step {stopped}" in resumed.log
+
+
+def test_another_run_is_continued_from_and_left_alone(tmp_path: Path, config: Path, undisturbed: Run) -> None:
+    before = {path: path.read_bytes() for path in undisturbed.folder.rglob("*") if path.is_file()}
+    run = launch(config, tmp_path / "run", "--resume-from", str(undisturbed.folder), "--set", "optimizer.max_steps=43")
+    assert run.wait() == 0, run.log
+    assert [line["step"] for line in run.steps] == [41, 42, 43]
+    assert run.checkpoints == [43]
+    assert {path: path.read_bytes() for path in undisturbed.folder.rglob("*") if path.is_file()} == before
+
+
+def test_what_changed_since_the_checkpoint_is_said(tmp_path: Path, config: Path, undisturbed: Run) -> None:
+    changes = ["optimizer.max_steps=41", "optimizer.accumulate=2", "optimizer.lr=1e-4", "data.seed=1"]
+    run = launch(config, tmp_path / "run", "--resume-from", str(undisturbed.folder), "--set", *changes)
+    assert run.wait() == 0, run.log
+    assert "a step now takes 2 rows instead of 1" in run.log
+    assert "optimizer.lr was 0.003 in the checkpoint, is 0.0001" in run.log
+    assert "the data, its packing or its seed changed" in run.log
+
+
+def test_a_damaged_newest_checkpoint_is_passed_over(tmp_path: Path, config: Path, undisturbed: Run) -> None:
+    run = launch(config, tmp_path / "run", "--set", "checkpoint.every=10", "optimizer.max_steps=40")
+    assert run.wait() == 0, run.log
+    victim = tmp_path / "run/checkpoints/step-00000040" / checkpoint.OPTIMIZER
+    victim.write_bytes(victim.read_bytes()[:-100])
+    resumed = launch(config, tmp_path / "run")
+    assert resumed.wait() == 0, resumed.log
+    assert "step-00000040 is damaged" in resumed.log
+    assert "resuming from step 30" in resumed.log
+    assert losses(resumed) == losses(undisturbed)
+    assert weights(resumed, 40) == weights(undisturbed, 40)
+
+
+def test_a_finished_run_has_nothing_left_to_do(tmp_path: Path, config: Path, undisturbed: Run) -> None:
+    run = launch(config, tmp_path / "run", "--resume-from", str(undisturbed.folder))
+    assert run.wait() == 0, run.log
+    assert run.steps == []
+
+
+def test_a_released_drafter_is_trained_on(tmp_path: Path, config: Path, undisturbed: Run) -> None:
+    released = undisturbed.folder / "checkpoints/step-00000040"
+    run = launch(config, tmp_path / "run", "--set", f"drafter.init_from={released}", "optimizer.max_steps=1")
+    assert run.wait() == 0, run.log
+    assert run.steps[0]["step"] == 1
+    assert run.steps[0]["loss"] < 0.8 * undisturbed.steps[0]["loss"]
+
+
+@pytest.fixture
+def manager(tmp_path: Path) -> Iterator[socket.socket]:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as receiver:
+        receiver.bind(str(tmp_path / "notify"))
+        receiver.settimeout(60)
+        yield receiver
+
+
+def test_the_service_manager_hears_of_progress(tmp_path: Path, config: Path, manager: socket.socket) -> None:
+    run = launch(
+        config,
+        tmp_path / "run",
+        "--set",
+        "optimizer.max_steps=6000",
+        NOTIFY_SOCKET=str(tmp_path / "notify"),
+        WATCHDOG_USEC="2000000",
+    )
+    heard: list[str] = []
+    while not heard or not heard[-1].startswith("STATUS=step 5/"):
+        heard.append(manager.recv(4096).decode())
+    run.kill(signal.SIGTERM)
+    while heard[-1] != "STOPPING=1":
+        heard.append(manager.recv(4096).decode())
+    assert run.wait() == 0, run.log
+    assert "STATUS=compiling drafter 1/1" in heard
+    assert any(re.fullmatch(r"STATUS=step 5/6000 loss \d+\.\d+ accept \d\.\d+ \S+ tok/s", text) for text in heard)
+    assert heard.index("READY=1") > heard.index("STATUS=compiling drafter 1/1")
+    assert "WATCHDOG=1" in heard
+    # The long silences before the first step and after the stop are announced, the unit's own period is given back.
+    periods = [text for text in heard if text.startswith("WATCHDOG_USEC=")]
+    assert periods == ["WATCHDOG_USEC=1800000000", "WATCHDOG_USEC=2000000"]
+
+
+def test_a_stop_before_training_leaves_nothing_and_ends_with_zero(tmp_path: Path, config: Path) -> None:
+    run = launch(config, tmp_path / "run")
+    run.until(lambda: (run.folder / "log").exists() and "can be trained on" in run.log)
+    run.kill(signal.SIGTERM)
+    assert run.wait() == 0, run.log
+    assert not run.checkpoints or "stopped at step" in run.log  # it may just have begun
+
+
+def test_an_abort_leaves_every_threads_stack_in_the_log(tmp_path: Path, config: Path) -> None:
+    run = launch(config, tmp_path / "run", "--set", "optimizer.max_steps=6000")
+    run.until(lambda: bool(run.steps))
+    run.kill(signal.SIGUSR1)  # asked for: it goes on
+    run.until(lambda: "most recent call first" in run.log)
+    count = len(run.steps)
+    run.until(lambda: len(run.steps) > count)
+    assert "Fatal Python error" not in run.log
+    run.kill(signal.SIGABRT)
+    assert run.wait() == -signal.SIGABRT
+    stacks = run.log.partition("Fatal Python error: Aborted")[2]
+    assert stacks.count("Thread 0x") + stacks.count("Current thread 0x") >= 4  # main, rows, target, drafter
+    assert "pipeline/workers.py" in stacks
+
+
+def test_a_full_disk_ends_the_run_with_the_cause_first_and_the_old_checkpoint_whole(
+    tmp_path: Path, config: Path
+) -> None:
+    folder = tmp_path / "run"
+    folder.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(folder)]
+    if os.geteuid() != 0 or subprocess.run(mount, check=False, capture_output=True).returncode != 0:
+        pytest.skip("needs root, to mount a small file system")
+    try:
+        run = launch(
+            config, folder, "--set", "optimizer.max_steps=6000", "checkpoint.every=5", "checkpoint.keep_last=9"
+        )
+        assert run.wait() == 1, run.log
+        errors = [line for line in run.log.splitlines() if " ERROR " in line]
+        assert "checkpoint failed: CheckpointError: checkpoint of step" in errors[0]
+        assert "the disk is full" in errors[0]
+        assert "run failed: checkpoint failed: CheckpointError: checkpoint of step" in errors[-1]
+        assert "Traceback" not in run.log
+        found = checkpoint.newest_valid(folder / "checkpoints")
+        assert found is not None
+        assert [path.name for path in (folder / "checkpoints").iterdir() if path.name.startswith(".")] == []
+    finally:
+        subprocess.run(["umount", str(folder)], check=True)
+
+
+def test_a_fault_in_a_worker_ends_the_run_with_its_traceback_and_a_checkpoint(
+    tmp_path: Path, target: Path, source: Path
+) -> None:
+    # A token id outside the vocabulary is refused by the embedding, in the target's thread, in the middle of the run.
+    path = tmp_path / "documents.jsonl"
+    path.write_bytes(source.read_bytes())
+    config = write_config(tmp_path / "run.yaml", target, path, optimizer={"max_steps": 6000})
+    run = launch(config, tmp_path / "run")
+    run.until(lambda: len(run.steps) >= 3)
+    for cached in path.parent.rglob("tokens.i32"):  # mapped by the run: from now on its rows hold nonsense
+        cached.write_bytes(b"\x7f" * cached.stat().st_size)
+    assert run.wait() == 1, run.log
+    first = next(line for line in run.log.splitlines() if " ERROR " in line)
+    assert first.endswith("ERROR target-0 target 0 failed"), run.log
+    assert run.log.partition(first + "\n")[2].startswith("Traceback (most recent call last)")
+    assert "run failed: target 0 failed: IndexError: " in run.log.splitlines()[-1]
+    assert checkpoint.newest_valid(run.folder / "checkpoints") is not None
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ("optimizer.lrr=1", r"lrr.*lr"),
+        ("target.path=/nowhere", r"/nowhere"),
+        ("data.sources=[/nowhere.jsonl]", r"/nowhere\.jsonl"),
+        ("drafter.target_layer_ids=[99]", r"99"),
+        ("pipeline.drafters=[cuda:63]", r"cuda:63|CUDA"),
+        ("telemetry.wandb=true", r"dflash-ops\[wandb\]"),
+        ("drafter.init_from=/nowhere", r"/nowhere"),
+    ],
+)
+def test_a_bad_input_is_one_sentence_and_78(tmp_path: Path, config: Path, change: str, sentence: str) -> None:
+    run = launch(config, tmp_path / "run", "--set", change)
+    assert run.wait() == 78, run.log
+    assert "Traceback" not in run.log
+    (error,) = [line for line in run.log.splitlines() if " ERROR " in line]
+    assert re.search(sentence, error), error
+
+
+def test_a_resume_from_nowhere_is_refused(tmp_path: Path, config: Path) -> None:
+    run = launch(config, tmp_path / "run", "--resume-from", str(tmp_path / "nothing"))
+    assert run.wait() == 78
+    assert "no checkpoint in" in run.log
+
+
+def test_a_checkpoint_of_another_drafter_or_optimizer_is_refused_with_the_cure(
+    tmp_path: Path, config: Path, undisturbed: Run
+) -> None:
+    for change, difference in (
+        ("optimizer.name=muon", "optimizer.name is adamw there, muon here"),
+        ("drafter.num_layers=1", "drafter num_hidden_layers is 2 there, 1 here"),
+    ):
+        run = launch(config, tmp_path / change, "--resume-from", str(undisturbed.folder), "--set", change)
+        assert run.wait() == 78, run.log
+        assert "Traceback" not in run.log
+        assert difference in run.log
+        assert "start a new run in another run directory" in run.log
+
+
+def python(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, *arguments], check=False, capture_output=True, text=True, timeout=120)
+
+
+def test_help_and_usage_errors_answer_without_importing_torch() -> None:
+    probe = (
+        "import sys; from trainer.__main__ import main\n"
+        "try: main(sys.argv[1:])\n"
+        "except SystemExit as end: code = end.code\n"
+        "assert 'torch' not in sys.modules and 'transformers' not in sys.modules; sys.exit(code)"
+    )
+    assert python("-c", probe, "--help").returncode == 0
+    for words in (("run",), ("nonsense",), ("config",), ("run", "x.yaml", "--run-dir", "y", "--lr", "1")):
+        finished = python("-c", probe, *words)
+        assert finished.returncode == 2, finished.stderr
+        assert "usage:" in finished.stderr
+
+
+def test_config_explains_and_checks(config: Path) -> None:
+    explained = python("-m", "trainer", "config", "--explain")
+    assert explained.returncode == 0
+    assert "optimizer" in explained.stdout
+    assert python("-m", "trainer", "config", "--check", str(config)).returncode == 0
+    wrong = python("-m", "trainer", "config", "--check", str(config), "--set", "optimizer.lr=fast")
+    assert wrong.returncode == 78
+    assert "Traceback" not in wrong.stderr
+    assert "optimizer.lr" in wrong.stderr
+    loud = python("-m", "trainer", "--debug", "config", "--check", str(config), "--set", "optimizer.lr=fast")
+    assert "Traceback" in loud.stderr
+
+
+@pytest.mark.parametrize("command", ["regenerate", "small-target", "evaluate", "export", "bench"])
+def test_every_delegated_command_has_help(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    from trainer.__main__ import main
+
+    with pytest.raises(SystemExit) as ended:
+        main([command, "--help"])
+    assert ended.value.code == 0
+    assert "usage:" in capsys.readouterr().out
