@@ -322,7 +322,8 @@ def parse_value(text: str, key: str) -> Any:
 
 def dump_yaml(config: Mapping[str, Any]) -> str:
     """YAML that reads back as the same values."""
-    return yaml.safe_dump(dict(config), allow_unicode=True, sort_keys=False, width=120)
+    # Escapes instead of characters beyond ASCII: PyYAML writes some of these in a way that it does not read back.
+    return yaml.safe_dump(dict(config), sort_keys=False, width=120)
 
 
 def resolve_variables(name: str, job: JobEntry) -> dict[str, str]:

@@ -44,8 +44,12 @@ def explain(text: str, status: int | None, target: TargetEntry, host: str) -> Df
     def has(*patterns: str) -> bool:
         return any(re.search(pattern, text, re.IGNORECASE) for pattern in patterns)
 
-    if has(r"container '\d+' not running", r"Failed to get init pid", r"is not running", r"Failed to attach.*init"):
+    if has(r"container '\d+' not running"):
         return Unreachable(f"container {vmid} on {host} is stopped", f"start it: `pct start {vmid}` on {host}")
+    if has(r"Failed to get init pid"):  # lxc-attach says the same of a container that is not there
+        return Unreachable(
+            f"container {vmid} on {host} is stopped, or there is none", f"look with `pct status {vmid}` on {host}"
+        )
     if has(r"Configuration file 'nodes/[^']+' does not exist"):
         node = re.search(r"nodes/([^/']+)/", text)
         return Misconfigured(
@@ -92,10 +96,6 @@ def explain(text: str, status: int | None, target: TargetEntry, host: str) -> Df
         return Misconfigured(
             f"{tool} on {host} did not take its options", "Proxmox VE 8.2 or newer is needed", detail=text
         )
-    if target.enter == "lxc-attach" and has(r"Failed to (load|open) config", r"not (found|defined)", r"lxc_container"):
-        missing = has(r"not (found|defined)", r"does not exist")
-        if missing:
-            return Misconfigured(f"there is no container {vmid} on {host}", "correct `container` of the target")
     if has(r"lxc-attach: .*"):
         line = re.search(r"lxc-attach: .*", text)
         said = re.sub(r"^.*: \d+ ", "", line[0]) if line else ""
