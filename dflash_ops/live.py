@@ -19,7 +19,6 @@ def lasting(
     request: Callable[[], dict[str, Any]],
     *,
     until: float | None = None,
-    pause: Callable[[float], None] = time.sleep,
 ) -> Iterator[Frame]:
     """The frames of a remote program up to its result, over as many connections as it takes.
 
@@ -46,7 +45,7 @@ def lasting(
                 raise
             what = "the connection broke" if isinstance(error, ConnectionLost) else error.message
             session.say(f"{what}; trying again in {wait:.0f} s (the run is not affected; Ctrl-C stops looking)")
-            pause(wait)
+            time.sleep(wait)
             wait = min(_LONGEST_PAUSE, wait * 2)
 
 
