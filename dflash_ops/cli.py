@@ -177,6 +177,32 @@ def tail_logs(
             opened.say(f"-- {render.verdict_line(ended)}")
 
 
+@app.command()
+def resume(
+    run: Annotated[str, typer.Argument(help="The run that ended")],
+    name: Annotated[str | None, typer.Option("--run", help="Name of the new run; default: job and time")] = None,
+    target: TargetOption = None,
+    set_: Annotated[
+        list[str] | None, typer.Option("--set", help="Change the configuration, as optimizer.lr=1e-4")
+    ] = None,
+    current_code: Annotated[
+        bool, typer.Option("--current-code", help="The trainer as it is here now, not as the run had it")
+    ] = False,
+    wait: Annotated[
+        Literal["none", "started", "step"], typer.Option("--wait", help="What must be true before it returns")
+    ] = "started",
+    timeout: Annotated[float, typer.Option("--timeout", help="Seconds to wait for that", min=0)] = 120,
+    json: JsonOption = False,
+) -> None:
+    """Go on from a run's newest checkpoint, in a new run with the same code, configuration and environment."""
+    with session(target, json=json) as opened:
+        from dflash_ops import launch as shown
+        from dflash_ops import resume as verb
+
+        options = verb.ResumeOptions(run, name, tuple(set_ or ()), current_code, wait, timeout)
+        show(verb.resume(opened, options), json=json, render=shown.render)
+
+
 environments = typer.Typer(help="Locked environments: list, build, who uses them.", no_args_is_help=True)
 app.add_typer(environments, name="env")
 

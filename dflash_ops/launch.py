@@ -10,6 +10,7 @@ import socket
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from dataclasses import replace as replace_fields
 from pathlib import Path
 from typing import Any, Literal
 
@@ -24,7 +25,7 @@ from dflash_ops.probes.gpu import roles_of
 from dflash_ops.probes.snapshot import Snapshot, read_snapshot
 from dflash_ops.progress import transfer_bar
 from dflash_ops.release import Release, pack, trainer_source
-from dflash_ops.run import GpuRoles, RootPaths, RunPaths, check_run_name, unit_name
+from dflash_ops.run import GpuRoles, RootPaths, check_run_name, unit_name
 from dflash_ops.session import Session
 from dflash_ops.text import size, visible
 from dflash_ops.transport.base import RemoteRefusal
@@ -52,9 +53,8 @@ class Plan:
     """All that a launch sends, worked out before anything is connected."""
 
     run: str
-    job: str
-    paths: RunPaths
-    release: Release
+    release_name: str
+    release: Release | None  # None: it must be in the container already
     interpreter: Interpreter
     config: dict[str, Any]
     gpus: GpuRoles
@@ -126,7 +126,7 @@ def execute(session: Session, asked: Plan, replace: bool = False) -> LaunchRepor
             "unit": unit_name(asked.run),
             "reached": reached,
             "verdict": verdict,
-            "release": asked.release.name,
+            "release": asked.release_name,
             "invocation_id": started.invocation_id if started else None,
             "seconds": round(time.monotonic() - begin, 3),
             "round_trips": session.transport.round_trips,
@@ -138,11 +138,16 @@ def _prepare(session: Session, asked: Plan) -> None:
     """Check the container; bring there what it lacks."""
     session.say(f"checking {session.target_name}")
     locked = asked.interpreter.lock is not None
-    request = {"release": asked.release.name, "python": asked.interpreter.path, "locked": locked}
+    request = {"release": asked.release_name, "python": asked.interpreter.path, "locked": locked}
     found = session.call("preflight", request, deadline=60).value
     if found["environment_missing"]:
         build_locked(session, asked.interpreter)
     if found["release"] != "present":
+        if asked.release is None:
+            raise ConfigurationError(
+                f"the release {asked.release_name} is {visible(str(found['release']))} in {session.target_name}",
+                "resume with --current-code, or launch anew",
+            )
         session.say(f"sending release {asked.release.name[:12]} ({size(asked.release.total_bytes)})")
         request = {"shelf": "releases", "name": asked.release.name, "files": asked.release.manifest()}
         with transfer_bar("release", asked.release.total_bytes, quiet=session.quiet) as advance:
@@ -163,7 +168,7 @@ def _start(session: Session, asked: Plan) -> tuple[str, Snapshot]:
         "facts": {
             "root": session.root,
             "python": asked.interpreter.path,
-            "release": f"{session.paths.releases}/{asked.release.name}",
+            "release": f"{session.paths.releases}/{asked.release_name}",
             "variables": asked.variables,
         },
         "wait": asked.wait,
@@ -200,11 +205,7 @@ def plan(inventory: Inventory, target: str, roots: RootPaths, options: LaunchOpt
     name, job = inventory.job(options.job)
     run = check_run_name(options.run) if options.run is not None else automatic_name(name)
     config = job_config(inventory, name, job, options.set)
-    gpus = roles_of(GpuRoles(), config)
     release = pack(inventory.resolve(job.source) if job.source else trainer_source())
-    python = interpreter(inventory, job.environment, roots)
-    paths = roots.run(run)
-    variables = resolve_variables(name, job)
     spec = {
         "schema": 1,
         "run": run,
@@ -212,32 +213,49 @@ def plan(inventory: Inventory, target: str, roots: RootPaths, options: LaunchOpt
         "target": target,
         "launched_by": launched_by(),
         "release": release.name,
-        "environment": python.environment,
-        "python": python.path,
-        "lock": python.lock,
         "config": config,
-        "gpus": gpus.model_dump(),
-        "variables": sorted(variables),
         "watchdog": job.watchdog,
         "resumed_from": None,
     }
+    python = interpreter(inventory, job.environment, roots)
+    asked = assemble(roots, spec, python, release, resolve_variables(name, job))
+    timeout = options.timeout if options.timeout is not None else job.timeout
+    return replace_fields(asked, wait=options.wait or job.wait, timeout=timeout)
+
+
+def assemble(
+    roots: RootPaths,
+    spec: Mapping[str, Any],
+    python: Interpreter,
+    release: Release | None,
+    variables: Mapping[str, str],
+) -> Plan:
+    """The unit and its files for a spec, which is completed by what the other arguments say."""
+    run, config = str(spec["run"]), spec["config"]
+    paths = roots.run(run)
+    gpus = roles_of(GpuRoles(), config)
     base = base_environment(run, paths, str(roots.compile_cache), str(roots.compile_cache.parent))
+    folder = f"{roots.releases}/{spec['release']}"
     return Plan(
         run=run,
-        job=name,
-        paths=paths,
+        release_name=str(spec["release"]),
         release=release,
         interpreter=python,
-        config=config,
+        config=dict(config),
         gpus=gpus,
-        spec=spec,
-        argv=systemd_run_argv(run, paths, job.watchdog),
-        entry=entry_script(paths, f"{roots.releases}/{release.name}", python.path),
+        spec={
+            **spec,
+            "environment": python.environment,
+            "python": python.path,
+            "lock": python.lock,
+            "gpus": gpus.model_dump(),
+            "variables": sorted(variables),
+        },
+        argv=systemd_run_argv(run, paths, spec["watchdog"]),
+        entry=entry_script(paths, folder, python.path, spec["resumed_from"]),
         on_exit=on_exit_script(run, paths),
         env=env_file(base, variables),
         variables=sorted(variables),
-        wait=options.wait or job.wait,
-        timeout=options.timeout if options.timeout is not None else job.timeout,
     )
 
 
@@ -274,6 +292,12 @@ def job_config(inventory: Inventory, name: str, job: JobEntry, changes: tuple[st
         _set_gpus(config, job.gpus)
     for key, value in job.set.items():
         set_dotted(config, key, value)
+    return changed(config, changes)
+
+
+def changed(given: Mapping[str, Any], changes: tuple[str, ...]) -> dict[str, Any]:
+    """A configuration with the changes of --set made. Raises UsageError."""
+    config: dict[str, Any] = _copied(given)
     for change in changes:
         key, found, text = change.partition("=")
         if not found:
@@ -371,7 +395,7 @@ def render(report: LaunchReport) -> None:
 def render_plan(asked: Plan) -> None:
     """What --dry-run shows: everything but the values of variables."""
     print(f"run         {asked.run}")
-    print(f"release     {asked.release.name} ({len(asked.release.files)} files, {size(asked.release.total_bytes)})")
+    print(f"release     {asked.release_name}")
     print(f"interpreter {visible(asked.interpreter.path)}")
     print(f"variables   {', '.join(asked.variables) or '-'}")
     print(f"gpus        target {asked.gpus.target or '-'}, drafters {asked.gpus.drafters or '-'}")

@@ -98,7 +98,7 @@ class RunSpec(Record):
     gpus: GpuRoles
     variables: list[str] = Field(default_factory=list)  # names only: values may be secrets
     watchdog: int | None = None  # seconds
-    resumed_from: str | None = None  # a checkpoint folder of another run
+    resumed_from: str | None = None  # the run directory whose newest whole checkpoint it began with
 
 
 class Started(Record):

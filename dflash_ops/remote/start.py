@@ -34,6 +34,8 @@ def main(request: Dict[str, Any], channel: Channel) -> Dict[str, Any]:
     with common.locked(os.path.join(request["root"], "launch.lock"), 60):
         _refuse_twin(paths, version)
         _refuse_busy_gpus(request["root"], request["spec"])
+        if not os.path.isdir(request["facts"]["release"]):  # gc may have come between
+            raise Refusal(TEMPORARY, "the release %s is gone" % request["spec"]["release"], "launch again")
         try:
             _make(paths, request, facts)
             _run_unit(paths, request["argv"])

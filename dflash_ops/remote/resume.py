@@ -1,0 +1,31 @@
+"""What does one need to know of a run to go on from its newest checkpoint?"""
+
+from __future__ import annotations
+
+from typing import Any, Dict
+
+from dflash_ops.remote import common, facts, probe
+from dflash_ops.remote.common import CONFIGURATION, TEMPORARY, Channel, Refusal
+
+
+def main(request: Dict[str, Any], channel: Channel) -> Dict[str, Any]:
+    """request: `root`, `run`. Result: `spec`, `directory`, `checkpoint`, the facts `then` and `now`. Raises Refusal."""
+    paths = common.find_run(request["root"], request["run"])
+    spec = common.read_json(paths.spec)
+    if spec is None:
+        raise Refusal(CONFIGURATION, "the run %s has no readable spec.json" % paths.run, "launch anew")
+    unit = common.show_units([paths.unit]).get(paths.unit, {})
+    if unit.get("LoadState") != "not-found" and unit.get("ActiveState") not in ("inactive", "failed"):
+        hint = "`dflash kill %s` first: it saves before it leaves" % paths.run
+        raise Refusal(TEMPORARY, "the run %s has not ended" % paths.run, hint, "live")
+    checkpoints = probe.checkpoints_of(paths.checkpoints)
+    if not checkpoints:
+        raise Refusal(CONFIGURATION, "the run %s left no checkpoint" % paths.run, "launch anew", "no-checkpoint")
+    wanted = {"root": request["root"], "python": str(spec.get("python")), "variables": spec.get("variables")}
+    return {
+        "spec": spec,
+        "directory": paths.directory,
+        "checkpoint": checkpoints[-1]["name"],
+        "then": common.read_json(paths.facts) or {},
+        "now": facts.collect(wanted),
+    }

@@ -1,0 +1,123 @@
+"""How does one go on where a run ended? A new run with the same code, configuration and environment, from its newest
+checkpoint; what has changed in the container since is said.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from dataclasses import replace as replace_fields
+from typing import Any
+
+from pydantic import ValidationError
+
+from dflash_ops.environment import Interpreter, interpreter
+from dflash_ops.errors import ConfigurationError
+from dflash_ops.inventory import Inventory
+from dflash_ops.launch import (
+    LaunchReport,
+    Plan,
+    Wait,
+    assemble,
+    automatic_name,
+    changed,
+    execute,
+    launched_by,
+    resolve_variables,
+)
+from dflash_ops.release import pack, trainer_source
+from dflash_ops.run import RunSpec, check_run_name
+from dflash_ops.session import Session
+from dflash_ops.text import visible
+
+
+@dataclass(frozen=True)
+class ResumeOptions:
+    """What may be asked of a resume."""
+
+    run: str  # the one that ended
+    name: str | None = None  # of the new run
+    set: tuple[str, ...] = ()
+    current_code: bool = False  # the trainer as it is here now, not as the run had it
+    wait: Wait = "started"
+    timeout: float = 120.0
+
+
+def resume(session: Session, options: ResumeOptions) -> LaunchReport:
+    """Start the new run. Raises DflashError."""
+    found = session.call("resume", {"run": check_run_name(options.run)}).value
+    try:
+        old = RunSpec.model_validate(found["spec"])
+    except ValidationError as error:
+        raise ConfigurationError(
+            f"the spec of run {options.run} cannot be read", "launch anew", detail=str(error)
+        ) from error
+    session.say(f"going on from {visible(str(found['checkpoint']))} of {options.run}")
+    for line in differences(found["then"], found["now"]):
+        session.say(f"  changed since: {visible(line, 200)}")
+    return execute(session, plan_resume(session, old, str(found["directory"]), options))
+
+
+def plan_resume(session: Session, old: RunSpec, directory: str, options: ResumeOptions) -> Plan:
+    """The old run's spec under a new name. Raises UsageError, ConfigurationError."""
+    inventory = session.inventory
+    name = check_run_name(options.name) if options.name is not None else automatic_name(old.job)
+    release = None
+    if options.current_code:
+        job = inventory.jobs.get(old.job)
+        release = pack(inventory.resolve(job.source) if job is not None and job.source else trainer_source())
+    spec = {
+        "schema": 1,
+        "run": name,
+        "job": old.job,
+        "target": session.target_name,
+        "launched_by": launched_by(),
+        "release": release.name if release is not None else old.release,
+        "config": changed(old.config, options.set),
+        "watchdog": old.watchdog,
+        "resumed_from": directory,
+    }
+    asked = assemble(session.paths, spec, _interpreter(session, old), release, _variables(inventory, old))
+    return replace_fields(asked, wait=options.wait, timeout=options.timeout)
+
+
+def _interpreter(session: Session, old: RunSpec) -> Interpreter:
+    """The very same one. A locked environment that is gone is built again if the inventory still has its lock file."""
+    if old.lock is not None and old.environment in session.inventory.environments:
+        current = interpreter(session.inventory, old.environment, session.paths)
+        if current.lock == old.lock:
+            return current
+    return Interpreter(old.environment, old.python, old.lock)
+
+
+def _variables(inventory: Inventory, old: RunSpec) -> dict[str, str]:
+    """Values are read here once more: only their names were kept."""
+    if not old.variables:
+        return {}
+    job = inventory.jobs.get(old.job)
+    if job is None:
+        raise ConfigurationError(
+            f"the run had variables ({visible(', '.join(old.variables))}) of job {visible(old.job)}, "
+            "which the inventory no longer has",
+            "put the job back, with its `env`",
+        )
+    return resolve_variables(old.job, job)
+
+
+def differences(then: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str]:
+    """What a training run may feel: interpreter, packages, driver. Both are facts.json documents."""
+    pairs = [("python", _at(then, "python", "version"), _at(now, "python", "version"))]
+    pairs.append(("driver", _at(then, "driver", "kernel"), _at(now, "driver", "kernel")))
+    before, after = _at(then, "packages"), _at(now, "packages")
+    if isinstance(before, Mapping) and isinstance(after, Mapping):
+        pairs += [(str(key), before.get(key), after.get(key)) for key in sorted({*before, *after}, key=str)]
+    for name, old, new in pairs:
+        if old != new:
+            yield f"{name} {old or 'absent'} -> {new or 'absent'}"
+
+
+def _at(facts: Mapping[str, Any], *keys: str) -> Any:
+    value: Any = facts
+    for key in keys:
+        value = value.get(key) if isinstance(value, Mapping) else None
+    return value
