@@ -74,7 +74,7 @@ class ChatEncoder:
             if message["role"] != "assistant":
                 continue
             span = self._span(text, chat, number, floor)
-            if span is None:
+            if span is None or span[0] == span[1]:
                 untellable |= _says_something(message)
                 continue
             # A token belongs to the turn if it begins there: one that begins before it, the model was given.
@@ -112,7 +112,7 @@ class ChatEncoder:
             other = self._render(messages, chat.tools)
         except RefusedChatError:
             return None
-        if other.count(_STAND_IN) != 1:
+        if _STAND_IN in text or other.count(_STAND_IN) != 1:
             return None
         # Nothing equals the stand-in, so the common beginning and end cannot reach into the turn.
         most = min(len(text), len(other))
