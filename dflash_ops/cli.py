@@ -44,9 +44,40 @@ def _common(
 ) -> None:
     Common.inventory = inventory
     Common.debug = debug
+    Common.json = False
 
 
-TargetOption = Annotated[str | None, typer.Option("--target", "-t", help="Target of the inventory", metavar="NAME")]
+def _known(what: Literal["targets", "jobs", "hosts", "environments"]) -> Callable[[str], list[str]]:
+    """Completes names of the inventory. Completion never fails and never connects."""
+
+    def complete(incomplete: str) -> list[str]:
+        from dflash_ops.inventory import load_inventory
+
+        try:
+            names = getattr(load_inventory(Common.inventory), what)
+        except DflashError:
+            return []
+        return [name for name in names if name.startswith(incomplete)]
+
+    return complete
+
+
+def _known_runs(context: typer.Context, incomplete: str) -> list[str]:
+    """Completes runs of the target that this machine has seen."""
+    from dflash_ops.inventory import load_inventory
+    from dflash_ops.seen import names
+
+    try:
+        target, _ = load_inventory(Common.inventory).target(context.params.get("target"))
+    except DflashError:
+        return []
+    return [name for name in names(target) if name.startswith(incomplete)]
+
+
+TargetOption = Annotated[
+    str | None,
+    typer.Option("--target", "-t", help="Target of the inventory", metavar="NAME", autocompletion=_known("targets")),
+]
 JsonOption = Annotated[bool, typer.Option("--json", help="One JSON document on stdout, nothing else there")]
 
 
@@ -67,12 +98,18 @@ def show(model: BaseModel, *, json: bool, render: Callable[[Any], None]) -> None
         render(model)
 
 
-RunArgument = Annotated[str | None, typer.Argument(help="Default: the newest run of the target", metavar="[RUN]")]
+RunArgument = Annotated[
+    str | None,
+    typer.Argument(help="Default: the newest run of the target", metavar="[RUN]", autocompletion=_known_runs),
+]
 
 
 @app.command()
 def launch(
-    job: Annotated[str | None, typer.Argument(help="Default: the inventory's default job", metavar="[JOB]")] = None,
+    job: Annotated[
+        str | None,
+        typer.Argument(help="Default: the inventory's default job", metavar="[JOB]", autocompletion=_known("jobs")),
+    ] = None,
     run: Annotated[str | None, typer.Option("--run", help="Name of the run; default: job and time")] = None,
     target: TargetOption = None,
     set_: Annotated[
@@ -178,8 +215,77 @@ def tail_logs(
 
 
 @app.command()
+def runs(
+    target: TargetOption = None,
+    count: Annotated[int, typer.Option("--count", "-n", min=1, max=1000, help="Newest runs to show")] = 20,
+    json: JsonOption = False,
+) -> None:
+    """The runs of a target, newest first, each with its verdict."""
+    with session(target, json=json) as opened:
+        from dflash_ops import render
+        from dflash_ops import runs as verb
+
+        show(verb.runs(opened, count), json=json, render=render.show_runs)
+
+
+@app.command()
+def wait(
+    run: RunArgument = None,
+    target: TargetOption = None,
+    goal: Annotated[
+        Literal["started", "step", "finished"], typer.Option("--for", help="What is waited for")
+    ] = "finished",
+    timeout: Annotated[float | None, typer.Option("--timeout", help="Seconds; default: for ever", min=0)] = None,
+    json: JsonOption = False,
+) -> None:
+    """Wait for a run; exits 0 when it came so far, else as it stands: 100 failed, 101 not finished, 103, 104."""
+    with session(target, json=json) as opened:
+        from dflash_ops import render
+        from dflash_ops import wait as verb
+
+        answer = verb.wait(opened, verb.WaitOptions(run, goal, timeout))
+        show(answer, json=json, render=render.show_waited)
+        raise typer.Exit(answer.exit_code)
+
+
+@app.command()
+def checkpoint(
+    run: RunArgument = None,
+    target: TargetOption = None,
+    timeout: Annotated[float, typer.Option("--timeout", help="Seconds to wait for it", min=1)] = 600,
+    json: JsonOption = False,
+) -> None:
+    """Ask a running trainer to save now; return when the checkpoint is whole."""
+    with session(target, json=json) as opened:
+        from dflash_ops import checkpoint as verb
+        from dflash_ops import render
+
+        show(verb.checkpoint(opened, run, timeout), json=json, render=render.show_saved)
+
+
+@app.command()
+def pull(
+    run: Annotated[str, typer.Argument(help="The run", autocompletion=_known_runs)],
+    target: TargetOption = None,
+    what: Annotated[
+        Literal["checkpoints", "metrics", "log", "all"], typer.Option("--what", help="Which of its files")
+    ] = "checkpoints",
+    to: Annotated[Path, typer.Option("--to", help="They come to this folder, below the run's name")] = Path(),
+    json: JsonOption = False,
+) -> None:
+    """Bring what a run made here: resumed where it broke off, verified by hash, in place only when whole."""
+    with session(target, json=json) as opened:
+        from dflash_ops import pull as verb
+        from dflash_ops import render
+
+        with render.pull_progress() as progress:
+            answer = verb.pull(opened, verb.PullOptions(run, what, to), progress)
+        show(answer, json=json, render=render.show_pulled)
+
+
+@app.command()
 def resume(
-    run: Annotated[str, typer.Argument(help="The run that ended")],
+    run: Annotated[str, typer.Argument(help="The run that ended", autocompletion=_known_runs)],
     name: Annotated[str | None, typer.Option("--run", help="Name of the new run; default: job and time")] = None,
     target: TargetOption = None,
     set_: Annotated[
@@ -218,7 +324,10 @@ def env_list(target: TargetOption = None, json: JsonOption = False) -> None:
 
 @environments.command("build")
 def env_build(
-    name: Annotated[str | None, typer.Argument(help="Default: the only one", metavar="[NAME]")] = None,
+    name: Annotated[
+        str | None,
+        typer.Argument(help="Default: the only one", metavar="[NAME]", autocompletion=_known("environments")),
+    ] = None,
     target: TargetOption = None,
     offline: Annotated[
         bool, typer.Option("--offline", help="Fetch the wheels here and send them: the container needs no network")
@@ -249,7 +358,7 @@ def env_uses(
 
 @app.command()
 def trust(
-    host: Annotated[str, typer.Argument(help="Host of the inventory")],
+    host: Annotated[str, typer.Argument(help="Host of the inventory", autocompletion=_known("hosts"))],
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask: take what is shown")] = False,
     json: JsonOption = False,
 ) -> None:
@@ -270,7 +379,9 @@ def trust(
 
 @app.command("exec", context_settings={"ignore_unknown_options": True})
 def exec_(
-    run: Annotated[str, typer.Argument(help="A run; its release, interpreter and variables are used")],
+    run: Annotated[
+        str, typer.Argument(help="A run; its release, interpreter and variables are used", autocompletion=_known_runs)
+    ],
     argv: Annotated[list[str], typer.Argument(help="Command and arguments, after `--`")],
     target: TargetOption = None,
 ) -> None:
@@ -342,7 +453,7 @@ def main() -> None:
     """Entry point: the one place where errors end."""
     try:
         try:
-            app()
+            app(prog_name="dflash")
         except DflashError as error:
             _fail(error)
         except Exception as error:

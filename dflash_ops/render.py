@@ -8,10 +8,19 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    TextColumn,
+    TimeRemainingColumn,
+    TransferSpeedColumn,
+)
+from rich.progress import Progress as BarProgress
 from rich.table import Table
 from rich.text import Text
 
@@ -19,11 +28,16 @@ from dflash_ops.probes.gpu import Device, GpuDevices, GpuNone, GpuReading, GpuUn
 from dflash_ops.probes.log import LogFresh, LogGone, LogReading, LogSilent, LogUnknown
 from dflash_ops.probes.snapshot import Progress
 from dflash_ops.probes.unit import UnitAbsent, UnitEnded, UnitReading, UnitUnknown
+from dflash_ops.pull import Progress as PullProgress
 from dflash_ops.run import GpuRoles
-from dflash_ops.text import age, size
+from dflash_ops.text import age, size, visible
 
 if TYPE_CHECKING:
+    from dflash_ops.checkpoint import Saved
+    from dflash_ops.pull import Pulled
+    from dflash_ops.runs import Runs
     from dflash_ops.status import Status
+    from dflash_ops.wait import Waited
 
 _BARS = "▁▂▃▄▅▆▇█"
 _MARKS = {"yes": ("✓", "green"), "no": ("×", "red"), "unknown": ("?", "yellow"), "none": ("–", "dim")}
@@ -230,6 +244,97 @@ def show_status(status: Status) -> None:
 def verdict_line(status: Status) -> str:
     """`run r7 failed: exit 1 after 2m (CUDA out of memory)`."""
     return f"run {status.run} {status.state}" + (f": {status.reason}" if status.reason else "")
+
+
+def runs_table(answer: Runs) -> Table:
+    """One row a run."""
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    for name in ("RUN", "STATE", "UNIT", "LOG", "GPU", "STEP", "LOSS", "AGE", "REASON"):
+        table.add_column(name, no_wrap=name != "REASON", overflow="fold")
+    for run in answer.runs:
+        done = run.verdict.finished
+        step, loss = "", ""
+        if run.progress is not None:
+            last = run.progress.last
+            step = f"{last.step}/{last.total_steps}" if last.total_steps else str(last.step)
+            loss = "" if last.loss is None else f"{last.loss:.3f}"
+        marks = [Text("")] * 3 if done else [mark(probe.answer) for probe in (run.unit, run.log, run.gpu)]
+        begun = run.asked.launched.epoch if run.asked is not None else None
+        since = "" if begun is None else age(run.now.epoch - begun)
+        state = Text(run.state, style=STATE_STYLES[run.state])
+        table.add_row(run.run, state, *marks, step, loss, since, Text(run.reason, style="dim" if done else ""))
+    return table
+
+
+def show_runs(answer: Runs) -> None:
+    """Print it."""
+    screen = console()
+    if not answer.runs:
+        screen.print(f"no run on {answer.target} yet; `dflash launch` starts one")
+        return
+    screen.print(runs_table(answer))
+    if answer.total > len(answer.runs):
+        screen.print(Text(f"{answer.total - len(answer.runs)} older ones are not shown (-n shows more)", style="dim"))
+
+
+def show_waited(answer: Waited) -> None:
+    """Print it."""
+    goal = {"started": "is running", "step": "has done its first step", "finished": "succeeded"}[answer.goal]
+    took = f"(waited {age(answer.seconds)})"
+    if answer.reached:
+        console().print(f"run {answer.status.run} {goal} {took}")
+    else:
+        console().print(f"{verdict_line(answer.status)} {took}")
+
+
+def show_saved(answer: Saved) -> None:
+    """Print it."""
+    name = visible(answer.checkpoint.name, 80)
+    console().print(f"run {answer.run} saved {name} (step {answer.checkpoint.step}) in {answer.seconds:.1f} s")
+
+
+def show_pulled(answer: Pulled) -> None:
+    """Print it."""
+    screen = console()
+    for path in answer.files:
+        screen.print(f"{answer.folder}/{path}")
+    for name in answer.kept:
+        screen.print(f"{answer.folder}/checkpoints/{name} was already here")
+    for name in answer.vanished:
+        screen.print(f"{name} was deleted by the trainer while it was pulled (checkpoint.keep_last says how many stay)")
+    for name in answer.refused:
+        screen.print(f"left out because of its name: {name}")
+    if not (answer.files or answer.kept or answer.vanished):
+        screen.print(f"run {answer.run} has none of these files yet")
+
+
+class _Bar(PullProgress):
+    """A bar on stderr."""
+
+    def __init__(self, bar: BarProgress) -> None:
+        self._bar = bar
+        self._task = bar.add_task("", total=None)
+
+    def total(self, size: int, done: int) -> None:
+        self._bar.reset(self._task, total=size, completed=done)
+
+    def file(self, path: str) -> None:
+        self._bar.update(self._task, description=path[-40:])
+
+    def advance(self, size: int) -> None:
+        self._bar.advance(self._task, size)
+
+
+@contextmanager
+def pull_progress() -> Iterator[PullProgress]:
+    """A progress bar, where stderr is a terminal."""
+    err = Console(stderr=True, highlight=False, markup=False)
+    if not err.is_terminal:
+        yield PullProgress()
+        return
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(), DownloadColumn(), TransferSpeedColumn())
+    with BarProgress(*columns, TimeRemainingColumn(), console=err, transient=True) as bar:
+        yield _Bar(bar)
 
 
 def show_watch(statuses: Iterator[Status]) -> Status:

@@ -39,6 +39,15 @@ def last_seen(target: str, run: str | None) -> Seen | None:
     return next((entry for entry in reversed(entries) if run is None or entry.run == run), None)
 
 
+def names(target: str) -> list[str]:
+    """Runs that were asked about or launched from here, the newest first: what shell completion offers."""
+    try:
+        entries = [Seen.model_validate(entry) for entry in json.loads(_file(target).read_bytes())]
+    except (OSError, ValueError, TypeError, ValidationError):
+        return []
+    return [entry.run for entry in reversed(entries)]
+
+
 def remember(target: str, run: str, state: str, reason: str) -> None:
     """Keep a verdict. A full or read-only disk here must not spoil an answer: then nothing is kept."""
     path = _file(target)

@@ -96,9 +96,12 @@ class Device(BaseModel):
 
     @property
     def works(self) -> bool | None:
-        """Whether kernels do work: utilisation above zero, and not at a spinning kernel's power."""
+        """Whether kernels do work: utilisation above zero, and not at a spinning kernel's power.
+
+        Where utilisation is not reported, power tells, but not under MIG: there it is the whole GPU's.
+        """
         if self.utilization is None:
-            return None if self.draws_idle_power is None else not self.draws_idle_power
+            return None if self.mig or self.draws_idle_power is None else not self.draws_idle_power
         return self.utilization > 0 and not self.spins
 
     @property
@@ -301,8 +304,9 @@ def roles_of(gpus: GpuRoles, config: Mapping[str, Any]) -> GpuRoles:
 
     def indexes(side: str) -> list[int]:
         # The trainer's own default is one GPU for both roles.
-        names = pipeline.get(side, ["cuda:0"]) if isinstance(pipeline, Mapping) else ["cuda:0"]
-        matches = [re.fullmatch(r"cuda(?::(\d{1,4}))?", str(name)) for name in names if isinstance(names, list)]
+        given = pipeline.get(side) if isinstance(pipeline, Mapping) else None
+        names = given if isinstance(given, list) else ["cuda:0"]
+        matches = [re.fullmatch(r"cuda(?::(\d{1,4}))?", str(name)) for name in names]
         return sorted({int(match.group(1) or 0) for match in matches if match})
 
     return GpuRoles(target=indexes("targets"), drafters=indexes("drafters"))

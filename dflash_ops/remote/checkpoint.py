@@ -1,0 +1,80 @@
+"""How does a running trainer save now? It is sent SIGUSR2, and its checkpoints are watched for a new manifest."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from typing import Any, Dict, List
+
+from dflash_ops.remote import common, probe
+from dflash_ops.remote.common import RUN_FAILED, TEMPORARY, Channel, Refusal, RunPaths
+
+_POLL = 0.25
+
+
+def main(request: Dict[str, Any], channel: Channel) -> Dict[str, Any]:
+    """Ask for a checkpoint and wait until it is there.
+
+    request: `root`; `run` or null; `timeout` seconds. Event: {run, asked}. Result: {run, checkpoint, seconds}.
+    """
+    paths = common.find_run(request["root"], request.get("run"))
+    pid = _main_pid(paths)
+    before = _manifests(paths)
+    begin = time.monotonic()
+    os.kill(pid, signal.SIGUSR2)
+    channel.event(run=paths.run, asked=True)
+    while True:
+        new = [
+            found for found in probe.checkpoints_of(paths.checkpoints) if (found["name"], found["time"]) not in before
+        ]
+        if new:
+            return {"run": paths.run, "checkpoint": new[-1], "seconds": time.monotonic() - begin}
+        if not os.path.exists("/proc/%d" % pid):
+            raise Refusal(
+                RUN_FAILED, "the run %s ended before the checkpoint was written" % paths.run, "`dflash status` says how"
+            )
+        if time.monotonic() - begin > float(request["timeout"]):
+            raise Refusal(
+                TEMPORARY,
+                "no new checkpoint within %g s; the trainer was asked and may still write it" % request["timeout"],
+                "`dflash status` shows the newest one",
+            )
+        channel.pause(_POLL)
+
+
+def _manifests(paths: RunPaths) -> List[Any]:
+    return [(found["name"], found["time"]) for found in probe.checkpoints_of(paths.checkpoints)]
+
+
+def _main_pid(paths: RunPaths) -> int:
+    """The trainer's PID, when it is this run's and listens for the signal. Raises Refusal."""
+    unit = common.show_units([paths.unit])[paths.unit]
+    if unit.get("ActiveState") != "active" or unit.get("SubState") != "running":
+        raise Refusal(RUN_FAILED, "the run %s is not running" % paths.run, "`dflash status` says how it is")
+    started = common.read_json(paths.started) or {}
+    if started.get("invocation_id") != unit.get("InvocationID"):
+        raise Refusal(
+            TEMPORARY, "the unit of run %s was started again by something else than dflash" % paths.run, "", "identity"
+        )
+    pid = int(unit.get("MainPID", "0"))
+    # Before the trainer has set its handler, the signal would kill it.
+    if not _catches(pid, signal.SIGUSR2):
+        raise Refusal(
+            TEMPORARY,
+            "the trainer of run %s does not take requests yet" % paths.run,
+            "try again after its first step (`dflash wait --for step`)",
+            "not-listening",
+        )
+    return pid
+
+
+def _catches(pid: int, number: int) -> bool:
+    try:
+        with open("/proc/%d/status" % pid) as stream:
+            for line in stream:
+                if line.startswith("SigCgt:"):
+                    return bool(int(line.split()[1], 16) >> (number - 1) & 1)
+    except OSError:
+        pass
+    return False
