@@ -12,6 +12,7 @@ from dflash_ops.launch import launched_by
 from dflash_ops.probes.gpu import GpuDevices, GpuNone, RawGpu, read_gpu
 from dflash_ops.probes.snapshot import Snapshot, read_snapshot
 from dflash_ops.run import check_run_name
+from dflash_ops.seen import remember
 from dflash_ops.session import Session
 from dflash_ops.text import visible
 from dflash_ops.unit import STOP_SECONDS
@@ -57,12 +58,14 @@ def kill(session: Session, options: KillOptions) -> KillReport:
     for frame in session.stream("stop", request, deadline_between_frames=60):
         if frame.kind == "result":
             seen = read_snapshot(frame.value["snapshot"])
+            verdict = judge(seen)
+            remember(session.target_name, seen.record.run, verdict.state, verdict.reason)
             return KillReport.model_validate(
                 {
                     "run": seen.record.run,
                     "target": session.target_name,
                     "outcome": frame.value.get("outcome"),
-                    "verdict": judge(seen),
+                    "verdict": verdict,
                     "gpus": _released(frame.value.get("gpu"), seen),
                 }
             )

@@ -26,6 +26,7 @@ from dflash_ops.probes.snapshot import Snapshot, read_snapshot
 from dflash_ops.progress import transfer_bar
 from dflash_ops.release import Release, pack, trainer_source
 from dflash_ops.run import GpuRoles, RootPaths, check_run_name, unit_name
+from dflash_ops.seen import remember
 from dflash_ops.session import Session
 from dflash_ops.text import size, visible
 from dflash_ops.transport.base import RemoteRefusal
@@ -103,6 +104,7 @@ def execute(session: Session, asked: Plan, replace: bool = False) -> LaunchRepor
         _stop_holder(session, check_run_name(refusal.reason.partition(":")[2]))
         reached, seen = _start(session, asked)
     verdict = judge(seen)
+    remember(session.target_name, asked.run, verdict.state, verdict.reason)
     if isinstance(verdict, Failed):
         raise LaunchFailed(
             Exit.RUN_FAILED,

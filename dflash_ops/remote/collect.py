@@ -27,7 +27,7 @@ def main(request: Dict[str, Any], channel: Channel) -> Dict[str, Any]:
     """
     root = common.checked_root(request["root"])
     removed: List[str] = []
-    if request["remove"] is None:
+    if request["remove"] is None or not os.path.isdir(root):
         return {"items": list(_removable(root, request, channel)), "removed": removed}
     agreed = set(request["remove"])
     with common.locked(os.path.join(root, "launch.lock"), 60):

@@ -1,0 +1,171 @@
+"""The command line: what it prints where, its exit codes, and that an error is one sentence."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from dflash_ops.cli import main
+
+INVENTORY = """\
+hosts:
+  main: {address: 127.0.0.1, port: 1, user: nobody, ssh_config: empty, known_hosts: known}
+targets:
+  far: {host: main, container: 200}
+  here: {host: local, root: @root@}
+default_target: far
+environments: {venv: {python: /opt/venv/bin/python}}
+jobs:
+  smoke: {config: {a: 1}, source: package, env: {TOKEN: env:CANARY}}
+"""
+CANARY = "s3cr3t-canary"
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "inventory.yaml").write_text(INVENTORY.replace("@root@", str(tmp_path / "root")))
+    (tmp_path / "empty").write_text("")
+    (tmp_path / "package").mkdir()
+    (tmp_path / "package/__main__.py").write_text("")
+    return tmp_path
+
+
+def dflash(folder: Path, *words: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "CANARY": CANARY, "DFLASH_INVENTORY": str(folder / "inventory.yaml"), **variables}
+    command = [sys.executable, "-m", "dflash_ops.cli", *words]
+    return subprocess.run(
+        command, capture_output=True, text=True, check=False, timeout=60, env=environment, stdin=subprocess.DEVNULL
+    )
+
+
+def exit_code(folder: Path, monkeypatch: pytest.MonkeyPatch, *words: str) -> int:
+    """The same in this process: a new one takes half a second."""
+    monkeypatch.setenv("CANARY", CANARY)
+    monkeypatch.setenv("DFLASH_INVENTORY", str(folder / "inventory.yaml"))
+    monkeypatch.setattr(sys, "argv", ["dflash", *words])
+    monkeypatch.setattr(sys, "stdin", io.StringIO())
+    with pytest.raises(SystemExit) as caught:
+        main()
+    return int(caught.value.code or 0)
+
+
+def test_an_error_is_one_sentence_and_its_cure_without_a_traceback(folder: Path) -> None:
+    done = dflash(folder, "kill", "-y")
+    assert done.returncode == 69
+    assert done.stdout == ""
+    first, second = done.stderr.splitlines()
+    assert first == "dflash: main (127.0.0.1:1) refused the connection"
+    assert second.startswith("  ")
+
+
+def test_debug_shows_the_traceback_as_well(folder: Path) -> None:
+    done = dflash(folder, "--debug", "kill", "-y")
+    assert done.returncode == 69
+    assert "Traceback" in done.stderr
+    assert "dflash: main (127.0.0.1:1) refused the connection" in done.stderr
+
+
+def test_an_error_under_json_is_a_document(folder: Path) -> None:
+    done = dflash(folder, "kill", "-y", "--json")
+    document = json.loads(done.stdout)
+    assert document["schema"] == 1
+    assert document["error"]["code"] == done.returncode == 69
+    assert "refused" in document["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("words", "code"),
+    [
+        (["kill", "Not A Name", "-y"], 2),
+        (["kill"], 2),  # would ask, and there is no terminal
+        (["launch", "nosuch"], 2),
+        (["launch", "--wait", "forever"], 2),
+        (["launch", "--set", "x"], 2),
+        (["launch", "--run", "../x"], 2),
+        (["nosuch"], 2),
+        (["trust", "nosuch"], 2),
+        (["kill", "-y", "--target", "here"], 102),
+        (["env", "build", "venv"], 2),
+    ],
+)
+def test_exit_codes_are_as_documented(
+    folder: Path,
+    words: list[str],
+    code: int,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert exit_code(folder, monkeypatch, *words) == code
+    assert "Traceback" not in capsys.readouterr().err
+
+
+def test_a_broken_inventory_is_a_configuration_error(folder: Path) -> None:
+    (folder / "inventory.yaml").write_text("targets: [")
+    done = dflash(folder, "launch")
+    assert done.returncode == 78
+    assert "inventory.yaml:1" in done.stderr
+
+
+def test_a_dry_run_shows_all_but_the_secrets_and_connects_to_nothing(folder: Path) -> None:
+    for words in (["launch", "--dry-run"], ["launch", "--dry-run", "--json"]):
+        done = dflash(folder, *words)
+        assert done.returncode == 0, done.stderr
+        assert "TOKEN" in done.stdout
+        assert CANARY not in done.stdout + done.stderr
+        assert "systemd-run" in done.stdout
+    assert json.loads(done.stdout)["spec"]["config"] == {"a": 1}
+
+
+def test_hostile_text_in_an_error_cannot_reach_the_terminal(folder: Path) -> None:
+    done = dflash(folder, "launch", "\x1b]0;title\x07evil\x1b[2J")
+    assert done.returncode == 2
+    assert "\x1b" not in done.stderr
+    assert "\x07" not in done.stderr
+
+
+def test_a_reader_that_has_enough_ends_it_quietly(folder: Path) -> None:
+    config = "{" + ", ".join(f"key{index}: {'x' * 100}" for index in range(5000)) + "}"
+    text = (folder / "inventory.yaml").read_text().replace("{a: 1}", config)
+    (folder / "inventory.yaml").write_text(text)
+    command = f"{sys.executable} -m dflash_ops.cli launch --dry-run | head -1"
+    environment = {**os.environ, "CANARY": CANARY, "DFLASH_INVENTORY": str(folder / "inventory.yaml")}
+    done = subprocess.run(["sh", "-c", command], capture_output=True, text=True, check=False, env=environment)
+    assert done.stdout.startswith("run ")
+    assert done.stderr == ""
+
+
+def test_help_loads_nothing_heavy() -> None:
+    code = (
+        "import sys; sys.argv = ['dflash', '--help']\n"
+        "from dflash_ops.cli import main\n"
+        "try: main()\nexcept SystemExit: pass\n"
+        "print([name for name in ('fabric', 'paramiko', 'pydantic', 'yaml', 'torch') if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "[]"
+
+
+def test_completion_offers_names_of_the_inventory_and_runs_that_were_seen(folder: Path) -> None:
+    def complete(*words: str) -> list[str]:
+        done = dflash(
+            folder,
+            _DFLASH_COMPLETE="complete_bash",
+            COMP_WORDS=" ".join(("dflash", *words)),
+            COMP_CWORD=str(len(words)),
+        )
+        return done.stdout.split()
+
+    seen = Path(os.environ["XDG_STATE_HOME"], "dflash/seen/far.json")
+    seen.parent.mkdir(parents=True)
+    seen.write_text(json.dumps([{"run": "night-7", "state": "running", "reason": "", "time": 1.0}]))
+    assert complete("kill", "ni") == ["night-7"]
+    assert complete("launch", "sm") == ["smoke"]
+    assert complete("trust", "") == ["main"]
+    (folder / "inventory.yaml").write_text("targets: [")
+    assert complete("launch", "sm") == []

@@ -1,0 +1,155 @@
+"""Locked environments are built whole or not at all, beside the others, with or without network."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dflash_ops.environment import build, interpreter, listing, platform_tags, uses
+from dflash_ops.errors import ConfigurationError, DflashError, UsageError
+from dflash_ops.inventory import load_inventory
+from dflash_ops.session import Session
+from dflash_ops.transport.local import local_transport
+
+UV = shutil.which("uv") or shutil.which("uv", path=str(Path(sys.executable).parent))
+needs_uv = pytest.mark.skipif(UV is None, reason="uv is not installed here")
+
+
+def make_wheel(folder: Path, name: str = "tiny_thing", version: str = "1.0") -> None:
+    """A wheel of one module, so that no package index is asked."""
+    folder.mkdir(parents=True, exist_ok=True)
+    info = f"{name}-{version}.dist-info"
+    with zipfile.ZipFile(folder / f"{name}-{version}-py3-none-any.whl", "w") as wheel:
+        wheel.writestr(f"{name}.py", "value = 42\n")
+        wheel.writestr(f"{info}/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+        wheel.writestr(
+            f"{info}/WHEEL", "Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+        )
+        wheel.writestr(f"{info}/RECORD", f"{name}.py,,\n{info}/METADATA,,\n{info}/WHEEL,,\n{info}/RECORD,,\n")
+
+
+@pytest.fixture
+def session(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Session:
+    make_wheel(tmp_path / "index")
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path / "index"))
+    monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
+    if UV is not None:
+        monkeypatch.setenv("PATH", f"{Path(UV).parent}:{os.environ['PATH']}")
+    (tmp_path / "lock.txt").write_text("tiny-thing==1.0\n")
+    (tmp_path / "bad.txt").write_text("no-such-thing==1.0\n")
+    (tmp_path / "inventory.yaml").write_text(
+        "targets: {here: {host: local}}\n"
+        "environments:\n"
+        "  there: {python: /opt/venv/bin/python}\n"
+        f"  locked: {{lock: lock.txt, python: {sys.executable}}}\n"
+        f"  bad: {{lock: bad.txt, python: {sys.executable}}}\n"
+    )
+    inventory = load_inventory(tmp_path / "inventory.yaml")
+    return Session(inventory, "here", local_transport(), str(tmp_path / "root"), quiet=True)
+
+
+def names(session: Session, folder: str) -> list[str]:
+    path = Path(session.root, folder)
+    return sorted(entry.name for entry in path.iterdir() if not entry.name.startswith(".")) if path.exists() else []
+
+
+def test_the_place_of_a_locked_environment_follows_its_lock_and_python(session: Session, tmp_path: Path) -> None:
+    first = interpreter(session.inventory, "locked", session.paths)
+    assert first.lock is not None
+    assert first.path == f"{session.root}/env/{first.lock}/bin/python"
+    (tmp_path / "lock.txt").write_text("tiny-thing==2.0\n")
+    assert interpreter(session.inventory, "locked", session.paths).lock != first.lock
+    assert interpreter(session.inventory, "there", session.paths).path == "/opt/venv/bin/python"
+
+
+def test_a_lock_file_that_is_missing_is_named(session: Session, tmp_path: Path) -> None:
+    (tmp_path / "lock.txt").unlink()
+    with pytest.raises(ConfigurationError, match=r"lock\.txt of environment locked"):
+        interpreter(session.inventory, "locked", session.paths)
+
+
+def test_an_environment_that_names_an_interpreter_cannot_be_built(session: Session) -> None:
+    with pytest.raises(UsageError, match="nothing to build"):
+        build(session, "there")
+
+
+@needs_uv
+def test_built_offline_it_works_is_listed_and_is_never_built_twice(session: Session) -> None:
+    report = build(session, "locked", offline=True)
+    assert report.state == "built"
+    code = "import tiny_thing, sys; print(tiny_thing.value, sys.prefix)"
+    done = subprocess.run([report.path, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["42", str(Path(report.path).parents[1])]
+    before = sorted((path, path.lstat().st_mtime_ns) for path in Path(report.path).parents[1].rglob("*"))
+    assert build(session, "locked").state == "present"
+    assert sorted((path, path.lstat().st_mtime_ns) for path in Path(report.path).parents[1].rglob("*")) == before
+    assert names(session, "env") == [report.lock]
+    assert names(session, "wheels") == []
+
+    run = Path(session.root, "runs/r1")
+    run.mkdir(parents=True)
+    (run / "spec.json").write_text(json.dumps({"lock": report.lock}))
+    listed = listing(session)
+    assert [(entry.lock, entry.environments, entry.packages, entry.runs) for entry in listed.built] == [
+        (report.lock, ["locked"], 1, ["r1"])
+    ]
+    assert listed.not_built == ["bad"]
+    assert uses(listed, "locked").runs == uses(listed, report.lock[:8]).runs == ["r1"]
+    assert uses(listed, "bad").runs == []
+    with pytest.raises(ConfigurationError, match="no locked environment"):
+        uses(listed, "other")
+
+
+@needs_uv
+def test_a_failed_build_leaves_nothing_that_looks_finished(session: Session, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("UV_OFFLINE", "1")
+    monkeypatch.setenv("UV_FIND_LINKS", "")
+    with pytest.raises(DflashError) as caught:
+        build(session, "bad")
+    assert "uv failed, and nothing was kept" in caught.value.message
+    assert "\n" not in caught.value.message
+    assert names(session, "env") == []
+
+
+def test_wheels_that_cannot_be_had_are_named_before_anything_is_sent(session: Session) -> None:
+    with pytest.raises(ConfigurationError, match="no-such-thing"):
+        build(session, "bad", offline=True)
+    assert names(session, "wheels") == names(session, "env") == []
+
+
+@needs_uv
+def test_what_a_killed_build_left_is_cleared_by_the_next(session: Session) -> None:
+    lock = interpreter(session.inventory, "locked", session.paths).lock
+    left = Path(session.root, "env", f"{lock}.tmp-1")
+    (left / "bin").mkdir(parents=True)
+    build(session, "locked", offline=True)
+    assert names(session, "env") == [lock]
+
+
+def test_platform_tags_run_from_the_container_s_glibc_down() -> None:
+    tags = platform_tags("x86_64", "2.31")
+    assert tags[0] == "manylinux_2_31_x86_64"
+    assert "manylinux_2_32_x86_64" not in tags
+    assert {"manylinux_2_17_x86_64", "manylinux2014_x86_64", "manylinux1_x86_64"} <= set(tags)
+    assert platform_tags("aarch64", None)[0] == "musllinux_1_2_aarch64"
+    assert any("aarch64" in tag for tag in platform_tags("aarch64", "odd"))
+
+
+def request(session: Session, **changes: Any) -> dict[str, Any]:
+    found = interpreter(session.inventory, "locked", session.paths)
+    return {"do": "build", "name": "x", "lock": found.lock, "text": "", "python": "3", "wheels": None, **changes}
+
+
+@pytest.mark.parametrize("lock", ["../../etc", "a" * 31, "", "A" * 32])
+def test_an_environment_can_only_be_named_by_a_hash(session: Session, lock: str) -> None:
+    with pytest.raises(DflashError, match="not the hash"):
+        list(session.stream("environments", request(session, lock=lock)))

@@ -1,0 +1,108 @@
+"""A run goes on under a new name from what the old one left: same code, configuration and interpreter."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dflash_ops.errors import ConfigurationError, DflashError
+from dflash_ops.inventory import load_inventory
+from dflash_ops.resume import ResumeOptions, differences, resume
+from dflash_ops.session import Session
+from dflash_ops.transport.fake import FakeTransport
+from tests.ops.evidence import spec
+from tests.ops.test_launch import PREFLIGHT, snapshot
+
+INVENTORY = """\
+targets: {here: {host: local}}
+environments: {venv: {python: /opt/venv/bin/python}}
+jobs:
+  smoke: {config: {}, source: package, env: {TOKEN: env:CANARY}}
+"""
+
+
+def opened(folder: Path, old: dict[str, Any], **preflight: Any) -> tuple[Session, FakeTransport]:
+    (folder / "inventory.yaml").write_text(INVENTORY)
+    answer = {
+        "spec": old,
+        "directory": "/var/lib/dflash/runs/r7",
+        "checkpoint": "step-00000200",
+        "then": {"packages": {"torch": "2.12"}},
+        "now": {"packages": {"torch": "2.13"}},
+    }
+    transport = FakeTransport(
+        {
+            "resume": [answer],
+            "preflight": [{**PREFLIGHT, **preflight}],
+            "start": [{"reached": "started", "snapshot": snapshot("r8")}],
+        }
+    )
+    return Session(load_inventory(folder / "inventory.yaml"), "here", transport), transport
+
+
+def old_spec(**changes: Any) -> dict[str, Any]:
+    return spec(**changes).model_dump(by_alias=True)
+
+
+def test_the_new_run_is_the_old_one_from_its_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    session, transport = opened(tmp_path, old_spec(watchdog=60))
+    report = resume(session, ResumeOptions("r7", name="r8", set=("optimizer.lr=1e-5",)))
+    assert report.run == "r8"
+    request = transport.calls[-1].request
+    assert request["spec"]["resumed_from"] == "/var/lib/dflash/runs/r7"
+    assert request["spec"]["release"] == "a" * 32
+    assert request["spec"]["python"] == "/opt/venv/bin/python"
+    assert request["spec"]["watchdog"] == 60
+    assert request["spec"]["config"]["optimizer"] == {"lr": 1e-5}
+    assert request["spec"]["config"]["pipeline"] == {"targets": ["cpu"], "drafters": ["cpu"]}
+    assert "--resume-from /var/lib/dflash/runs/r7" in request["files"]["entry"]
+    assert "changed since: torch 2.12 -> 2.13" in capsys.readouterr().err
+    assert [call.verb for call in transport.calls] == ["resume", "preflight", "start"]
+
+
+def test_code_that_is_gone_is_not_replaced_unasked(tmp_path: Path) -> None:
+    session, transport = opened(tmp_path, old_spec(), release="missing")
+    with pytest.raises(ConfigurationError, match="is missing") as caught:
+        resume(session, ResumeOptions("r7", name="r8"))
+    assert "--current-code" in caught.value.hint
+    assert "store" not in [call.verb for call in transport.calls]
+
+
+def test_current_code_is_what_the_job_has_now(tmp_path: Path) -> None:
+    (tmp_path / "package").mkdir()
+    (tmp_path / "package/__main__.py").write_text("new\n")
+    session, transport = opened(tmp_path, old_spec())
+    resume(session, ResumeOptions("r7", name="r8", current_code=True))
+    assert transport.calls[-1].request["spec"]["release"] != "a" * 32
+
+
+def test_variables_are_read_anew_and_a_job_that_is_gone_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CANARY", "value-of-now")
+    session, transport = opened(tmp_path, old_spec(variables=["TOKEN"]))
+    resume(session, ResumeOptions("r7", name="r8"))
+    assert "TOKEN=value-of-now\n" in transport.calls[-1].request["files"]["env"]
+    session, _ = opened(tmp_path, old_spec(variables=["TOKEN"], job="deleted"))
+    with pytest.raises(ConfigurationError, match="job deleted"):
+        resume(session, ResumeOptions("r7", name="r8"))
+
+
+def test_a_spec_that_is_no_spec_is_one_sentence(tmp_path: Path) -> None:
+    session, _ = opened(tmp_path, {"run": 1})
+    with pytest.raises(DflashError, match="cannot be read"):
+        resume(session, ResumeOptions("r7"))
+
+
+def test_differences_name_what_came_went_and_changed() -> None:
+    then = {"python": {"version": "3.11.2"}, "driver": {"kernel": "550"}, "packages": {"a": "1", "b": "1", "c": "1"}}
+    now = {"python": {"version": "3.11.2"}, "driver": {"kernel": "560"}, "packages": {"b": "2", "c": "1", "d": "1"}}
+    assert list(differences(then, now)) == [
+        "driver 550 -> 560",
+        "a 1 -> absent",
+        "b 1 -> 2",
+        "d absent -> 1",
+    ]
+    assert list(differences({}, {})) == []
