@@ -279,13 +279,15 @@ class Target:
 
     def _choose_attention(self, wanted: str) -> str:
         """Set the fastest way that keeps documents apart on this machine."""
-        if wanted == "auto" and self.device.type == "cuda" and self.embedding.dtype != torch.float32:
+        # Chunks (Llama 4) count from the start of the row in transformers before 5.24, and are too long to be probed.
+        chunked = "chunked_attention" in (getattr(self.config, "layer_types", None) or ())
+        if wanted == "auto" and self.device.type == "cuda" and self.embedding.dtype != torch.float32 and not chunked:
             own = self._decoder.config._attn_implementation
             self._decoder.set_attn_implementation(VARLEN)
             if self._keeps_apart("varlen", reference=own):
                 return "varlen"
             self._decoder.set_attn_implementation(own)
-        if self._keeps_apart("masked"):
+        if not chunked and self._keeps_apart("masked"):
             return "masked"
         _log.info("the target cannot read several documents as one sequence: they are batched by length instead")
         return "unpacked"
