@@ -100,11 +100,11 @@ def chunk_gradient(
     nll = -log_probability.gather(1, label)[:, 0]
     probability = log_probability.exp()
 
-    # d nll / d logit = probability - onehot
-    loss, gradient = nll, probability
-    weight = 1.0
+    # d nll / d logit = probability - onehot. A comparison, not a scatter: it melts into the pass that makes the gradient.
+    onehot = torch.arange(logits.shape[1], device=labels.device) == label
+    loss, gradient = nll, torch.where(onehot, torch.expm1(-nll)[:, None], probability)
     if teacher_hidden is not None and config is not None and config.distillation != "none":
-        weight = 1.0 - config.distillation_weight
+        share = config.distillation_weight
         teacher = torch.log_softmax(_logits(teacher_hidden, head, multiplier, softcap), dim=-1)
         if config.distillation == "forward_kl":
             divergence = (teacher.exp() * (teacher - log_probability)).sum(-1)
@@ -114,11 +114,8 @@ def chunk_gradient(
             divergence = 0.5 * difference.abs().sum(-1)
             sign = 0.5 * difference.sign()
             slope = probability * (sign - (probability * sign).sum(-1, keepdim=True))
-        loss = weight * nll + config.distillation_weight * divergence
-        gradient = weight * probability + config.distillation_weight * slope
-    # A comparison, not a scatter: it melts into the pass that makes the gradient, where a scatter would need its own.
-    onehot = torch.arange(logits.shape[1], device=labels.device) == label
-    gradient = torch.where(onehot, gradient - weight, gradient)
+        loss = (1.0 - share) * nll + share * divergence
+        gradient = (1.0 - share) * gradient + share * slope
     if softcap is not None:
         gradient = gradient * (1.0 - (logits / softcap).square())
     if multiplier != 1.0:
