@@ -100,7 +100,7 @@ def chunk_gradient(
     nll = -log_probability.gather(1, label)[:, 0]
     probability = log_probability.exp()
 
-    # d nll / d logit = probability - onehot. A comparison, not a scatter: it melts into the pass that makes the gradient.
+    # d nll / d logit = probability - onehot. A comparison, not a scatter: it melts into the pass that writes gradients.
     onehot = torch.arange(logits.shape[1], device=labels.device) == label
     loss, gradient = nll, torch.where(onehot, torch.expm1(-nll)[:, None], probability)
     if teacher_hidden is not None and config is not None and config.distillation != "none":
