@@ -260,6 +260,8 @@ class CompileReport:
             return f"{self.recompiles} recompiles in the compilation phase"
         if not self.kernels:
             return "Inductor generated no kernel"
+        if wanted == "graph" and not self.captured:
+            return "no CUDA graph was captured"
         return None
 
 
@@ -365,17 +367,18 @@ class Turn:
         self._start = time.monotonic()
         self._before = _Counts.now()
 
-    def compile(self, function: Callable[P, R]) -> Callable[P, R]:
+    def compile(self, function: Callable[P, R], *, backend: str = "inductor") -> Callable[P, R]:
         """`function` compiled whole, for one shape, under a code object of its own; in eager mode, `function` itself.
 
         Args:
             function: a plain function or a bound method. A graph break in it is an error.
+            backend: torch.compile's; another than Inductor generates no kernels and does not count as compiled fast.
         """
         if self.mode == "eager":
             return function
         own = _own_code(function, self._worker)
         # A function made for this worker alone, hence one entry in Dynamo's cache for its whole life.
-        compiled = torch.compile(own, fullgraph=True, dynamic=False)
+        compiled = torch.compile(own, fullgraph=True, dynamic=False, backend=backend)
         code = own.__func__.__code__ if isinstance(own, types.MethodType) else own.__code__
         name = f"{function.__qualname__}"
         self._compiled.append((name, code))
