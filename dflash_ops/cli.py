@@ -284,6 +284,39 @@ def pull(
 
 
 @app.command()
+def doctor(
+    target: Annotated[str | None, typer.Argument(help="Default: the inventory's", metavar="[TARGET]")] = None,
+    environment: Annotated[
+        str | None, typer.Option("--environment", "-e", help="Default: the default job's, or the only one")
+    ] = None,
+    json: JsonOption = False,
+) -> None:
+    """Look at everything between here and the GPUs; each line says what is, and the cure. Exits 78 if one fails."""
+    with session(target, json=json) as opened:
+        from dflash_ops import doctor as verb
+        from dflash_ops import render
+
+        answer = verb.doctor(opened, environment)
+        show(answer, json=json, render=render.show_diagnosis)
+        raise typer.Exit(answer.exit_code)
+
+
+@app.command()
+def diff(
+    run_a: Annotated[str, typer.Argument(help="A run", autocompletion=_known_runs)],
+    run_b: Annotated[str, typer.Argument(help="Another", autocompletion=_known_runs)],
+    target: TargetOption = None,
+    json: JsonOption = False,
+) -> None:
+    """What differs between two runs: packages, driver, GPUs, code, configuration, data, cache, environment."""
+    with session(target, json=json) as opened:
+        from dflash_ops import diff as verb
+        from dflash_ops import render
+
+        show(verb.diff(opened, run_a, run_b), json=json, render=render.show_comparison)
+
+
+@app.command()
 def resume(
     run: Annotated[str, typer.Argument(help="The run that ended", autocompletion=_known_runs)],
     name: Annotated[str | None, typer.Option("--run", help="Name of the new run; default: job and time")] = None,

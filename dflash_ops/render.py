@@ -34,6 +34,8 @@ from dflash_ops.text import age, size, visible
 
 if TYPE_CHECKING:
     from dflash_ops.checkpoint import Saved
+    from dflash_ops.diff import Comparison
+    from dflash_ops.doctor import Diagnosis
     from dflash_ops.pull import Pulled
     from dflash_ops.runs import Runs
     from dflash_ops.status import Status
@@ -335,6 +337,52 @@ def pull_progress() -> Iterator[PullProgress]:
     columns = (TextColumn("{task.description}", markup=False), BarColumn(), DownloadColumn(), TransferSpeedColumn())
     with BarProgress(*columns, TimeRemainingColumn(), console=err, transient=True) as bar:
         yield _Bar(bar)
+
+
+_LEVELS = {"ok": ("✓", "green"), "warn": ("!", "yellow"), "fail": ("×", "bold red"), "unknown": ("?", "yellow")}
+
+
+def show_diagnosis(answer: Diagnosis) -> None:
+    """One statement a line, the cure below it."""
+    table = Table(box=None, show_header=False, pad_edge=False)
+    table.add_column(width=1)
+    table.add_column(style="dim")
+    table.add_column(overflow="fold")
+    for line in answer.lines:
+        glyph, style = _LEVELS[line.level]
+        table.add_row(Text(glyph, style=style), line.topic, Text(line.text))
+        if line.cure is not None and line.level != "ok":
+            table.add_row("", "", Text(f"→ {line.cure}", style="cyan"))
+    screen = console()
+    screen.print(table)
+    counts = {level: sum(line.level == level for line in answer.lines) for level in ("fail", "warn", "unknown")}
+    said = ", ".join(f"{many} {level}" for level, many in counts.items() if many)
+    screen.print(f"{answer.target}: {said or 'all is well'}")
+
+
+def show_comparison(answer: Comparison) -> None:
+    """What differs, by section; the code as a unified diff."""
+    screen = console()
+    if answer.same:
+        screen.print(f"{answer.a} and {answer.b} do not differ")
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    for name in ("", "", answer.a, answer.b):
+        table.add_column(name, overflow="fold")
+    last = ""
+    for one in answer.differences:
+        section = one.section if one.section != last else ""
+        last = one.section
+        cells = [Text("–", style="dim") if value is None else Text(value) for value in (one.a, one.b)]
+        table.add_row(Text(section, style="bold"), Text(one.key), *cells)
+    if answer.differences:
+        screen.print(table)
+    styles = {"+": "green", "-": "red", "@": "cyan"}
+    for file in answer.code:
+        screen.print(Text(file.path, style="bold"))
+        for row in file.diff.splitlines():
+            screen.print(Text(row, style=styles.get(row[:1], "")))
+    for line in answer.incomplete:
+        screen.print(Text(f"not compared: {line}", style="yellow"))
 
 
 def show_watch(statuses: Iterator[Status]) -> Status:
