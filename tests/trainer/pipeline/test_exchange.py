@@ -1,0 +1,122 @@
+"""Adding up among threads, processes and drafters that share a device."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from datetime import timedelta
+
+import pytest
+import torch
+
+from trainer.pipeline.exchange import Alone, Exchange, ExchangeError, Group, SharedDevice, _Room
+from trainer.pipeline.queues import Closed
+
+CPU = torch.device("cpu")
+
+
+def in_threads(exchanges: list[Exchange], work: Callable[[int, Exchange], None]) -> list[BaseException]:
+    errors: list[BaseException] = []
+
+    def body(number: int) -> None:
+        try:
+            work(number, exchanges[number])
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=body, args=(number,), daemon=True) for number in range(len(exchanges))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert not any(thread.is_alive() for thread in threads)
+    return errors
+
+
+def gradients(number: int) -> torch.Tensor:
+    return torch.randn(1000, generator=torch.Generator().manual_seed(number))
+
+
+def gloo(count: int) -> list[Exchange]:
+    devices = [CPU] * count
+    return Group.join(devices).exchanges(devices)
+
+
+def sharing_a_device(count: int) -> list[Exchange]:
+    room = _Room(count)
+    return [SharedDevice(room, place, Alone()) for place in range(count)]
+
+
+@pytest.mark.parametrize("make", [gloo, sharing_a_device])
+@pytest.mark.parametrize("count", [2, 3])
+def test_every_drafter_gets_the_same_sum_and_the_same_one_each_time(
+    make: Callable[[int], list[Exchange]], count: int
+) -> None:
+    outcomes = []
+    for _ in range(2):
+        exchanges = make(count)
+        buffers = [gradients(number) for number in range(count)]
+
+        def work(number: int, exchange: Exchange, buffers: list[torch.Tensor] = buffers) -> None:
+            exchange.connect()
+            for _ in range(3):
+                buffers[number].copy_(gradients(number))
+                exchange.add_up(buffers[number])
+            exchange.close()
+
+        assert in_threads(exchanges, work) == []
+        assert all(torch.equal(buffer, buffers[0]) for buffer in buffers)
+        outcomes.append(buffers[0])
+    torch.testing.assert_close(outcomes[0], sum(gradients(number) for number in range(count)))
+    assert torch.equal(*outcomes)
+
+
+@pytest.mark.parametrize("make", [gloo, sharing_a_device])
+def test_a_drafter_that_never_comes_does_not_hold_the_others_for_ever(make: Callable[[int], list[Exchange]]) -> None:
+    exchanges = make(3)
+    waiting = threading.Barrier(3)
+
+    def work(number: int, exchange: Exchange) -> None:
+        exchange.connect()
+        waiting.wait()
+        if number == 2:
+            exchange.abort()
+        else:
+            exchange.add_up(gradients(number))
+
+    errors = in_threads(exchanges, work)
+    assert [type(error) for error in errors] == [Closed, Closed]
+
+
+def test_one_drafter_alone_keeps_its_gradients() -> None:
+    (exchange,) = gloo(1)
+    assert isinstance(exchange, Alone)
+    buffer = gradients(0)
+    exchange.add_up(buffer)
+    assert torch.equal(buffer, gradients(0))
+
+
+def test_drafters_on_one_gpu_are_one_rank() -> None:
+    gpus = [torch.device("cuda", number) for number in (1, 1, 2, 1)]
+    group = Group.join(gpus)
+    assert (group.drafters, group.ranks) == (4, 2)
+    assert [type(exchange).__name__ for exchange in group.exchanges(gpus)] == [
+        "SharedDevice",
+        "SharedDevice",
+        "Collective",
+        "SharedDevice",
+    ]
+
+
+def test_mixed_kinds_of_devices_are_refused() -> None:
+    devices = [CPU, torch.device("cuda:0")]
+    with pytest.raises(ExchangeError, match="use one kind"):
+        Group.join(devices).exchanges(devices)
+
+
+def test_a_meeting_point_that_nobody_serves_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("trainer.pipeline.exchange.TIMEOUT", timedelta(seconds=1))
+    for name, value in (("RANK", "1"), ("WORLD_SIZE", "2"), ("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", "9")):
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ExchangeError, match=r"process 1 of 2 could not meet the others at 127\.0\.0\.1:9"):
+        Group.join([CPU])
