@@ -12,7 +12,7 @@ import tempfile
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from pydantic import BaseModel, Field
 
@@ -22,7 +22,7 @@ from dflash_ops.inventory import EnvironmentEntry, Inventory
 from dflash_ops.progress import transfer_bar
 from dflash_ops.release import pack_wheels
 from dflash_ops.run import RootPaths
-from dflash_ops.session import Session
+from dflash_ops.session import Session, parsed
 from dflash_ops.text import age, size, visible
 
 UPLOAD_SECONDS = 6 * 3600.0  # gigabytes of wheels over a slow line; a dead peer is noticed long before
@@ -63,6 +63,19 @@ def _read_lock(inventory: Inventory, key: str, entry: EnvironmentEntry) -> str:
 # ---- building ----------------------------------------------------------------------------------------------
 
 
+class Platform(BaseModel):
+    """What wheels must be made for."""
+
+    machine: str = Field(pattern=r"^[A-Za-z0-9_]{1,40}$")
+    glibc: str | None
+    python: str = Field(pattern=r"^3\.\d{1,2}$")
+    uv: str | None  # its path in the container
+
+
+class _State(BaseModel):
+    state: Literal["built", "present"]
+
+
 class BuildReport(Document):
     """What became of a build."""
 
@@ -81,19 +94,16 @@ def build(session: Session, name: str | None, *, offline: bool = False) -> Build
             f"the environment {wanted.environment} names an interpreter: there is nothing to build",
             "give it a `lock` in inventory.yaml",
         )
-    state = build_locked(session, wanted, offline=offline)
-    return BuildReport.model_validate(
-        {
-            "environment": wanted.environment,
-            "target": session.target_name,
-            "lock": wanted.lock,
-            "path": wanted.path,
-            "state": state,
-        }
+    return BuildReport(
+        environment=wanted.environment,
+        target=session.target_name,
+        lock=wanted.lock,
+        path=wanted.path,
+        state=build_locked(session, wanted, offline=offline),
     )
 
 
-def build_locked(session: Session, wanted: Interpreter, *, offline: bool = False) -> str:
+def build_locked(session: Session, wanted: Interpreter, *, offline: bool = False) -> Literal["built", "present"]:
     """`built` or `present`."""
     session.say(f"building environment {wanted.environment} ({str(wanted.lock)[:12]}) in {session.target_name}")
     wheels = _send_wheels(session, wanted) if offline else None
@@ -107,23 +117,21 @@ def build_locked(session: Session, wanted: Interpreter, *, offline: bool = False
     }
     for frame in session.stream("environments", request, deadline_between_frames=60):
         if frame.kind == "result":
-            return str(frame.value.get("state"))
+            return parsed(_State, frame.value).state
         session.say("  " + visible(str(frame.value.get("line", "")), 200))
     raise AssertionError("a stream ends with a result or an error")
 
 
 def _send_wheels(session: Session, wanted: Interpreter) -> str:
     """Resolve the lock's wheels on this machine, for the container's platform, and store them there."""
-    about = session.call("environments", {"do": "platform", "python": wanted.python}).value
+    about = parsed(Platform, session.call("environments", {"do": "platform", "python": wanted.python}).value)
     with tempfile.TemporaryDirectory(prefix="dflash-wheels-") as folder:
         lock = Path(folder, "lock.txt")
         lock.write_text(wanted.lock_text, encoding="utf-8")
         wheels = Path(folder, "wheels")
-        session.say(
-            f"  resolving wheels here for Python {visible(str(about['python']))} on {visible(about['machine'])}"
-        )
+        session.say(f"  resolving wheels here for Python {about.python} on {about.machine}")
         _download(["--requirement", str(lock)], about, wheels)
-        if about["uv"] is None:
+        if about.uv is None:
             _download([_uv_requirement()], about, wheels)
         packed = pack_wheels(wheels)
         session.say(f"  sending {len(packed.files)} wheels ({size(packed.total_bytes)})")
@@ -140,11 +148,11 @@ def _uv_requirement() -> str:
         return "uv"
 
 
-def _download(what: list[str], about: dict[str, Any], folder: Path) -> None:
+def _download(what: list[str], about: Platform, folder: Path) -> None:
     """`pip download` for another machine. Raises ConfigurationError with pip's reason."""
     argv = [*_pip(), "download", "--no-deps", "--only-binary=:all:", "--dest", str(folder), "--progress-bar=off"]
-    argv += ["--implementation=cp", f"--python-version={about['python']}"]
-    for tag in platform_tags(str(about["machine"]), about["glibc"]):
+    argv += ["--implementation=cp", f"--python-version={about.python}"]
+    for tag in platform_tags(about.machine, about.glibc):
         argv.append(f"--platform={tag}")
     done = subprocess.run([*argv, *what], capture_output=True, text=True, errors="backslashreplace", check=False)
     if done.returncode != 0:
@@ -181,13 +189,19 @@ class Built(BaseModel):
     """A locked environment in the container."""
 
     lock: str
-    environments: list[str] = Field(description="Entries of this inventory whose lock file has this hash")
+    environments: list[str] = Field(
+        default_factory=list, description="Entries of this inventory whose lock file has this hash"
+    )
     name: str | None = Field(description="What it was called when it was built")
     python: str | None
     packages: int | None
     built: float | None = Field(description="Unix seconds by the container's clock")
     bytes: int
     runs: list[str] = Field(description="Runs that were launched with it, the newest first")
+
+
+class _Listed(BaseModel):
+    environments: list[Built]
 
 
 class EnvironmentList(Document):
@@ -209,11 +223,11 @@ def listing(session: Session) -> EnvironmentList:
             interpreters[name] = found.path
         else:
             wanted[name] = found.lock
-    there = session.call("environments", {"do": "list"}).value["environments"]
-    built = []
-    for entry in there:
-        names = [name for name, lock in wanted.items() if lock == entry.get("lock")]
-        built.append(Built.model_validate({**entry, "environments": names}))
+    there = parsed(_Listed, session.call("environments", {"do": "list"}).value).environments
+    built = [
+        entry.model_copy(update={"environments": [name for name, lock in wanted.items() if lock == entry.lock]})
+        for entry in there
+    ]
     locks = {entry.lock for entry in built}
     missing = [name for name, lock in wanted.items() if lock not in locks]
     return EnvironmentList(target=session.target_name, built=built, not_built=missing, interpreters=interpreters)

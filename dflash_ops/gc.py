@@ -8,7 +8,7 @@ from typing import Literal
 from pydantic import BaseModel, Field
 
 from dflash_ops.document import Document
-from dflash_ops.session import Session
+from dflash_ops.session import Session, parsed
 from dflash_ops.text import size, visible
 
 
@@ -28,6 +28,11 @@ class Item(BaseModel):
     kind: Literal["run", "release", "environment", "leftover", "cache"]
     bytes: int = Field(ge=0)
     why: str
+
+
+class _Collected(BaseModel):
+    items: list[Item]
+    removed: list[str]
 
 
 class GcReport(Document):
@@ -62,9 +67,8 @@ def _ask(session: Session, options: GcOptions, paths: list[str] | None) -> GcRep
     }
     for frame in session.stream("collect", request, deadline_between_frames=600):
         if frame.kind == "result":
-            return GcReport.model_validate(
-                {"target": session.target_name, "items": frame.value["items"], "removed": frame.value["removed"]}
-            )
+            answer = parsed(_Collected, frame.value)
+            return GcReport(target=session.target_name, items=answer.items, removed=answer.removed)
         session.say(f"removed {visible(str(frame.value.get('removed')))}")
     raise AssertionError("a stream ends with a result or an error")
 

@@ -5,15 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from pydantic import BaseModel, Field, ValidationError
+from pydantic import BaseModel, Field
 
 from dflash_ops.document import Document
 from dflash_ops.launch import launched_by
-from dflash_ops.probes.gpu import GpuDevices, GpuNone, RawGpu, read_gpu
+from dflash_ops.probes.gpu import GpuDevices, GpuNone, GpuReading, RawGpu, read_gpu
 from dflash_ops.probes.snapshot import Snapshot, read_snapshot
 from dflash_ops.run import check_run_name
 from dflash_ops.seen import remember
-from dflash_ops.session import Session
+from dflash_ops.session import Session, parsed
 from dflash_ops.text import visible
 from dflash_ops.unit import STOP_SECONDS
 from dflash_ops.verdict import Verdict, judge
@@ -34,6 +34,12 @@ class GpuRelease(BaseModel):
     index: int
     before: float | None
     after: float | None
+
+
+class _Stopped(BaseModel):
+    outcome: Literal["stopped", "killed", "already-ended"]
+    gpu: RawGpu | None
+    snapshot: dict[str, Any]
 
 
 class KillReport(Document):
@@ -57,17 +63,16 @@ def kill(session: Session, options: KillOptions) -> KillReport:
     }
     for frame in session.stream("stop", request, deadline_between_frames=60):
         if frame.kind == "result":
-            seen = read_snapshot(frame.value["snapshot"])
+            answer = parsed(_Stopped, frame.value)
+            seen = read_snapshot(answer.snapshot)
             verdict = judge(seen)
             remember(session.target_name, seen.record.run, verdict.state, verdict.reason)
-            return KillReport.model_validate(
-                {
-                    "run": seen.record.run,
-                    "target": session.target_name,
-                    "outcome": frame.value.get("outcome"),
-                    "verdict": verdict,
-                    "gpus": _released(frame.value.get("gpu"), seen),
-                }
+            return KillReport(
+                run=seen.record.run,
+                target=session.target_name,
+                outcome=answer.outcome,
+                verdict=verdict,
+                gpus=_released(answer.gpu, seen),
             )
         if frame.value.get("state"):
             session.say(visible(f"{frame.value.get('run')}: {frame.value['state']}", 200))
@@ -76,23 +81,18 @@ def kill(session: Session, options: KillOptions) -> KillReport:
     raise AssertionError("a stream ends with a result or an error")
 
 
-def _released(before: Any, seen: Snapshot) -> list[GpuRelease]:
+def _released(before: RawGpu | None, seen: Snapshot) -> list[GpuRelease]:
     """The run's GPUs before and after. Memory of others on the same GPU is in both."""
-    if before is None:
+    reading = None if before is None else read_gpu(before)
+    if reading is None or isinstance(reading, GpuNone):
         return []
-    try:
-        reading = read_gpu(RawGpu.model_validate(before))
-    except ValidationError:
-        return []
-    if isinstance(reading, GpuNone):
-        return []
-    held = {device.index: device.memory_used for device in _devices(reading)}
-    left = {device.index: device.memory_used for device in _devices(seen.gpu)}
+    held, left = _memory(reading), _memory(seen.gpu)
     return [GpuRelease(index=index, before=held.get(index), after=left.get(index)) for index in seen.roles.all]
 
 
-def _devices(reading: Any) -> list[Any]:
-    return list(reading.devices) if isinstance(reading, GpuDevices) else []
+def _memory(reading: GpuReading) -> dict[int, int | None]:
+    devices = reading.devices if isinstance(reading, GpuDevices) else ()
+    return {device.index: device.memory_used for device in devices}
 
 
 def render(report: KillReport) -> None:

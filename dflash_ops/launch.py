@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import yaml
-from pydantic import Field
+from pydantic import BaseModel, Field
 
 from dflash_ops.document import Document
 from dflash_ops.environment import Interpreter, build_locked, interpreter
@@ -27,9 +27,9 @@ from dflash_ops.progress import transfer_bar
 from dflash_ops.release import Release, pack, trainer_source
 from dflash_ops.run import GpuRoles, RootPaths, check_run_name, unit_name
 from dflash_ops.seen import remember
-from dflash_ops.session import Session
+from dflash_ops.session import Session, parsed
 from dflash_ops.text import size, visible
-from dflash_ops.transport.base import RemoteRefusal
+from dflash_ops.transport.base import RemoteRefusal, TransportError
 from dflash_ops.unit import base_environment, entry_script, env_file, on_exit_script, systemd_run_argv
 from dflash_ops.verdict import Failed, Verdict, judge
 
@@ -81,6 +81,16 @@ class LaunchReport(Document):
     invocation_id: str | None
     seconds: float = Field(description="From the command to its answer")
     round_trips: int = Field(description="Programs run in the container")
+
+
+class _Preflight(BaseModel):
+    release: Literal["present", "missing", "damaged"]
+    environment_missing: bool
+
+
+class _Started(BaseModel):
+    reached: Literal["none", "started", "step", "ended", "timeout"]
+    snapshot: dict[str, Any]
 
 
 class LaunchFailed(DflashError):
@@ -141,13 +151,13 @@ def _prepare(session: Session, asked: Plan) -> None:
     session.say(f"checking {session.target_name}")
     locked = asked.interpreter.lock is not None
     request = {"release": asked.release_name, "python": asked.interpreter.path, "locked": locked}
-    found = session.call("preflight", request, deadline=60).value
-    if found["environment_missing"]:
+    found = parsed(_Preflight, session.call("preflight", request, deadline=60).value)
+    if found.environment_missing:
         build_locked(session, asked.interpreter)
-    if found["release"] != "present":
+    if found.release != "present":
         if asked.release is None:
             raise ConfigurationError(
-                f"the release {asked.release_name} is {visible(str(found['release']))} in {session.target_name}",
+                f"the release {asked.release_name} is {found.release} in {session.target_name}",
                 "resume with --current-code, or launch anew",
             )
         session.say(f"sending release {asked.release.name[:12]} ({size(asked.release.total_bytes)})")
@@ -177,13 +187,25 @@ def _start(session: Session, asked: Plan) -> tuple[str, Snapshot]:
         "timeout": asked.timeout,
     }
     words = {"facts": "reading the container's facts", "start": f"starting {asked.run}"}
-    for frame in session.stream("start", request, deadline_between_frames=60):
-        if frame.kind == "result":
-            return str(frame.value.get("reached")), read_snapshot(frame.value["snapshot"])
-        if frame.value.get("stage") in words:
-            session.say(words[frame.value["stage"]])
-        if frame.value.get("status"):
-            session.say("  " + visible(str(frame.value["status"]), 200))
+    begun = False
+    try:
+        for frame in session.stream("start", request, deadline_between_frames=60):
+            if frame.kind == "result":
+                answer = parsed(_Started, frame.value)
+                return answer.reached, read_snapshot(answer.snapshot)
+            begun = begun or frame.value.get("stage") == "start"
+            if frame.value.get("stage") in words:
+                session.say(words[frame.value["stage"]])
+            if frame.value.get("status"):
+                session.say("  " + visible(str(frame.value["status"]), 200))
+    except TransportError as error:
+        if begun:
+            error.hint = f"the run may have been started: `dflash status {asked.run}` tells; it goes on without us"
+        raise
+    except KeyboardInterrupt:
+        if begun:
+            session.say(f"\nno longer waiting; `dflash status {asked.run}` looks, `dflash kill {asked.run}` ends it")
+        raise
     raise AssertionError("a stream ends with a result or an error")
 
 

@@ -4,15 +4,16 @@ checkpoint; what has changed in the container since is said.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from dataclasses import replace as replace_fields
 from typing import Any
 
-from pydantic import ValidationError
+from pydantic import BaseModel
 
+from dflash_ops.diff import compare_facts
 from dflash_ops.environment import Interpreter, interpreter
 from dflash_ops.errors import ConfigurationError
+from dflash_ops.facts import read_facts
 from dflash_ops.inventory import Inventory
 from dflash_ops.launch import (
     LaunchReport,
@@ -27,7 +28,7 @@ from dflash_ops.launch import (
 )
 from dflash_ops.release import pack, trainer_source
 from dflash_ops.run import RunSpec, check_run_name
-from dflash_ops.session import Session
+from dflash_ops.session import Session, parsed
 from dflash_ops.text import visible
 
 
@@ -43,19 +44,23 @@ class ResumeOptions:
     timeout: float = 120.0
 
 
+class _Left(BaseModel):
+    spec: RunSpec
+    checkpoint: str
+    then: dict[str, Any] | None
+    now: dict[str, Any]
+
+
 def resume(session: Session, options: ResumeOptions) -> LaunchReport:
     """Start the new run. Raises DflashError."""
-    found = session.call("resume", {"run": check_run_name(options.run)}).value
-    try:
-        old = RunSpec.model_validate(found["spec"])
-    except ValidationError as error:
-        raise ConfigurationError(
-            f"the spec of run {options.run} cannot be read", "launch anew", detail=str(error)
-        ) from error
-    session.say(f"going on from {visible(str(found['checkpoint']))} of {options.run}")
-    for line in differences(found["then"], found["now"]):
-        session.say(f"  changed since: {visible(line, 200)}")
-    return execute(session, plan_resume(session, old, str(found["directory"]), options))
+    found = parsed(_Left, session.call("resume", {"run": check_run_name(options.run)}).value)
+    session.say(f"going on from {visible(found.checkpoint)} of {options.run}")
+    if found.then is not None:
+        then, now = read_facts(found.then, f"run {options.run}"), read_facts(found.now, session.target_name)
+        for one in compare_facts(then, now):
+            session.say("  changed since: " + visible(f"{one.section} {one.key}: {one.a} -> {one.b}", 200))
+    directory = str(session.paths.run(options.run).directory)
+    return execute(session, plan_resume(session, found.spec, directory, options))
 
 
 def plan_resume(session: Session, old: RunSpec, directory: str, options: ResumeOptions) -> Plan:
@@ -102,22 +107,3 @@ def _variables(inventory: Inventory, old: RunSpec) -> dict[str, str]:
             "put the job back, with its `env`",
         )
     return resolve_variables(old.job, job)
-
-
-def differences(then: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str]:
-    """What a training run may feel: interpreter, packages, driver. Both are facts.json documents."""
-    pairs = [("python", _at(then, "python", "version"), _at(now, "python", "version"))]
-    pairs.append(("driver", _at(then, "driver", "kernel"), _at(now, "driver", "kernel")))
-    before, after = _at(then, "packages"), _at(now, "packages")
-    if isinstance(before, Mapping) and isinstance(after, Mapping):
-        pairs += [(str(key), before.get(key), after.get(key)) for key in sorted({*before, *after}, key=str)]
-    for name, old, new in pairs:
-        if old != new:
-            yield f"{name} {old or 'absent'} -> {new or 'absent'}"
-
-
-def _at(facts: Mapping[str, Any], *keys: str) -> Any:
-    value: Any = facts
-    for key in keys:
-        value = value.get(key) if isinstance(value, Mapping) else None
-    return value

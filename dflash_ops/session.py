@@ -6,13 +6,29 @@ import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from pydantic import BaseModel, ValidationError
 
 from dflash_ops.run import RootPaths
-from dflash_ops.transport.base import Frame, Program, Reply, Transport
+from dflash_ops.transport.base import BadAnswer, Frame, Program, Reply, Transport
 
 if TYPE_CHECKING:
     from dflash_ops.inventory import Inventory
+
+Answer = TypeVar("Answer", bound=BaseModel)
+
+
+def parsed(model: type[Answer], value: dict[str, Any]) -> Answer:
+    """A program's result as the model of it. Raises BadAnswer: the container may send anything."""
+    try:
+        return model.model_validate(value)
+    except ValidationError as error:
+        raise BadAnswer(
+            "the container answered in a form that this dflash does not know",
+            "is another dflash's program in between? --debug shows the answer's faults",
+            detail=str(error),
+        ) from error
 
 
 @dataclass

@@ -9,7 +9,7 @@ from dflash_ops.remote.common import CONFIGURATION, TEMPORARY, Channel, Refusal
 
 
 def main(request: Dict[str, Any], channel: Channel) -> Dict[str, Any]:
-    """request: `root`, `run`. Result: `spec`, `directory`, `checkpoint`, the facts `then` and `now`. Raises Refusal."""
+    """request: `root`, `run`. Result: `spec`, `checkpoint`, the facts `then` (or null) and `now`. Raises Refusal."""
     paths = common.find_run(request["root"], request["run"])
     spec = common.read_json(paths.spec)
     if spec is None:
@@ -24,8 +24,7 @@ def main(request: Dict[str, Any], channel: Channel) -> Dict[str, Any]:
     wanted = {"root": request["root"], "python": str(spec.get("python")), "variables": spec.get("variables")}
     return {
         "spec": spec,
-        "directory": paths.directory,
         "checkpoint": checkpoints[-1]["name"],
-        "then": common.read_json(paths.facts) or {},
+        "then": common.read_json(paths.facts),
         "now": facts.collect(wanted),
     }

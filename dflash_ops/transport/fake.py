@@ -9,6 +9,8 @@ from typing import Any
 from dflash_ops.errors import DflashError
 from dflash_ops.transport.base import Frame, Program, Reply
 
+Answer = dict[str, Any] | DflashError
+
 
 @dataclass(frozen=True)
 class Call:
@@ -23,10 +25,10 @@ class Call:
 class FakeTransport:
     """`script[verb]` holds the answers for a verb, one per call, in order.
 
-    An answer is a result value, a list of event values ending with the result value, or an error to raise.
+    An answer is a result value or an error to raise, or a list of event values that ends with one of these.
     """
 
-    script: dict[str, list[dict[str, Any] | list[dict[str, Any]] | DflashError]]
+    script: dict[str, list[Answer | list[Answer]]]
     calls: list[Call] = field(default_factory=list)
     round_trips: int = 0
     closed: bool = False
@@ -39,7 +41,7 @@ class FakeTransport:
         deadline: float = 60.0,
     ) -> Reply:
         """See Transport.run."""
-        *events, last = self._answer(program, request, b"".join(payload or ()))
+        *events, last = list(self._answer(program, request, b"".join(payload or ())))
         return Reply(last.value, events)
 
     def stream(
@@ -52,13 +54,16 @@ class FakeTransport:
         """Remember that it was closed."""
         self.closed = True
 
-    def _answer(self, program: Program, request: dict[str, Any], payload: bytes) -> list[Frame]:
+    def _answer(self, program: Program, request: dict[str, Any], payload: bytes) -> Iterator[Frame]:
         self.round_trips += 1
         self.calls.append(Call(program.verb, request, payload))
         answers = self.script.get(program.verb, [])
         assert answers, f"the script has no answer left for `{program.verb}`"
         answer = answers.pop(0)
-        if isinstance(answer, DflashError):
-            raise answer
-        values = answer if isinstance(answer, list) else [answer]
-        return [Frame("event", value) for value in values[:-1]] + [Frame("result", values[-1])]
+        *events, last = answer if isinstance(answer, list) else [answer]
+        for event in events:
+            assert isinstance(event, dict)
+            yield Frame("event", event)
+        if isinstance(last, DflashError):
+            raise last
+        yield Frame("result", last)

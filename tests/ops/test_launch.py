@@ -17,7 +17,7 @@ from dflash_ops.kill import KillOptions, kill
 from dflash_ops.launch import LaunchOptions, Plan, automatic_name, dump_yaml, launch, parse_value, plan
 from dflash_ops.run import RUN_NAME, RootPaths
 from dflash_ops.session import Session
-from dflash_ops.transport.base import RemoteRefusal, Unreachable
+from dflash_ops.transport.base import BadAnswer, ConnectionLost, RemoteRefusal, Unreachable
 from dflash_ops.transport.fake import FakeTransport
 
 CANARY = "s3cr3t-canary-$HOME"
@@ -240,6 +240,27 @@ def test_a_run_that_needs_longer_goes_on_and_is_said_to(inventory: Inventory) ->
     with pytest.raises(DflashError, match="did not reach its first optimizer step within 3 s; it goes on") as caught:
         launch(opened, LaunchOptions("smoke", "r1", wait="step", timeout=3))
     assert caught.value.code == 75
+
+
+def test_a_connection_that_breaks_while_waiting_says_that_the_run_may_go_on(inventory: Inventory) -> None:
+    opened, _ = session(inventory, start=[[{"stage": "start"}, ConnectionLost("the connection to pve1 broke")]])
+    with pytest.raises(ConnectionLost) as caught:
+        launch(opened, LaunchOptions("smoke", "r1"))
+    assert "`dflash status r1`" in caught.value.hint
+    opened, _ = session(
+        inventory, start=[[{"stage": "facts"}, ConnectionLost("the connection to pve1 broke", "again")]]
+    )
+    with pytest.raises(ConnectionLost) as caught:
+        launch(opened, LaunchOptions("smoke", "r1"))
+    assert caught.value.hint == "again"
+
+
+@pytest.mark.parametrize("answer", [{}, {"release": 1, "environment_missing": False}, {"release": "present"}])
+def test_an_answer_of_the_wrong_form_is_refused(inventory: Inventory, answer: dict[str, Any]) -> None:
+    opened, transport = session(inventory, preflight=[answer])
+    with pytest.raises(BadAnswer):
+        launch(opened, LaunchOptions("smoke", "r1"))
+    assert [call.verb for call in transport.calls] == ["preflight"]
 
 
 HELD = RemoteRefusal(75, "the run r0 holds GPU 5", "wait", reason="gpus-held:r0")
