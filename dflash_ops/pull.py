@@ -85,7 +85,7 @@ def pull(session: Session, options: PullOptions, progress: Progress) -> Pulled:
         if attempt == 2:
             raise DflashError(Exit.TEMPORARY, f"{taker.wrong[0]} does not match its hash", "pull again")
         session.say(f"{taker.wrong[0]} does not match its hash: fetched anew")
-        taker.wrong.clear()
+        taker.begin_anew()
     return taker.finish()
 
 
@@ -103,8 +103,14 @@ class _Taker:
         self._done: dict[str, None] = {}
         self._kept: list[str] = []
         self._vanished: dict[str, None] = {}
-        self._refused: list[str] = []
+        self._refused: list[str] = []  # as the container wrote them
+        self._anew: set[str] = set()  # what is here of these is worth nothing
         self._received = 0
+
+    def begin_anew(self) -> None:
+        """Ask for the wrong ones once more, from their first byte."""
+        self._anew.update(self.wrong)
+        self.wrong.clear()
 
     @property
     def _folder(self) -> Path:
@@ -123,7 +129,8 @@ class _Taker:
         for path in self._folder.rglob("*"):
             if path.is_file():
                 name = self._name(path)
-                found[name] = max(found.get(name, 0), path.stat().st_size)
+                if name not in self._anew:
+                    found[name] = max(found.get(name, 0), path.stat().st_size)
         return found
 
     def _name(self, path: Path) -> str:
@@ -151,9 +158,9 @@ class _Taker:
                 self._begin(plan, kept)
             case {"begin": str(path), "offset": int(offset)} if path in self._plan:
                 self._open(path, offset)
-            case {"begin": str(path)} | {"vanished": str(path)} | {"end": str(path)} if path not in self._plan:
-                self._close()  # a refused one
-            case {"data": str()} if self._stream is None:
+            case {"begin": str(path)} | {"vanished": str(path)} | {"end": str(path)} if path in self._refused:
+                self._close()
+            case {"data": str()} if self._stream is None and self._refused:
                 pass
             case {"data": str(data), "size": int(size), "packed": bool(packed)} if self._stream is not None:
                 piece = _unpacked(data, size, packed)
@@ -178,7 +185,7 @@ class _Taker:
                 case [str(path), int(size)] if size >= 0 and all(_PART.match(part) for part in path.split("/")):
                     self._plan[path] = size
                 case [str(path), int()]:
-                    self._refused.append(visible(path, 200))
+                    self._refused.append(path)
                 case _:
                     raise BadAnswer(_DAMAGED)
         self._kept = [str(name) for name in kept if _PART.match(str(name))]
@@ -267,7 +274,7 @@ class _Taker:
             received=self._received,
             kept=tuple(name for name in self._kept if not any(_unit_of(path).endswith(name) for path in self._done)),
             vanished=tuple(unit.rpartition("/")[2] for unit in self._vanished),
-            refused=tuple(self._refused),
+            refused=tuple(visible(path, 200) for path in self._refused),
         )
 
 

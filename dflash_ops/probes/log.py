@@ -194,6 +194,8 @@ _PATTERNS: tuple[tuple[str, re.Pattern[str]], ...] = tuple(
         ("loss is not a number", r"\bloss (?:is|became|was) (?:nan|inf|NaN|not finite|not a number)|non-finite loss"),
     )
 )
+# A line of the trainer's log: time, level, thread, message.
+_RECORD = re.compile(r"\S+Z (?:ERROR|CRITICAL) \S+ (?P<message>.+)")
 _EXCEPTION = re.compile(r"^(?:[A-Za-z_]\w*\.)*[A-Z]\w*(?:Error|Exception|Interrupt|Failure|Exit)\b(?:: .*)?$")
 
 
@@ -207,9 +209,12 @@ def named_failure(lines: Sequence[str]) -> Failure | None:
 
 
 def last_error(lines: Sequence[str]) -> str | None:
-    """The last line that is an exception's own (`ValueError: …`) or is marked ERROR; None when there is none."""
+    """What the last line says that is an exception's own (`ValueError: …`) or is marked ERROR; None without one."""
     for line in reversed(lines):
         text = line.strip()
-        if _EXCEPTION.match(text) or re.search(r"\b(?:ERROR|CRITICAL)\b", text):
+        record = _RECORD.match(text)
+        if record:
+            return record["message"]
+        if _EXCEPTION.match(text):
             return text
     return None

@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import os
 import re
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +17,11 @@ from dflash_ops.errors import UsageError
 from dflash_ops.logs import Folder, TailOptions, parse_since, tail
 from dflash_ops.probes.log import last_segment
 from dflash_ops.remote import follow, probe
-from dflash_ops.remote.common import PeerGone
 from dflash_ops.session import Session
 from dflash_ops.text import decoded, visible
-from dflash_ops.transport.base import BadAnswer, ConnectionLost, Frame, Program
+from dflash_ops.transport.base import BadAnswer
 from dflash_ops.transport.fake import FakeTransport
+from tests.ops.inprocess import InProcess
 
 END = {
     "run": "r1",
@@ -41,67 +40,6 @@ END = {
 }
 
 
-class Cut(Exception):
-    """The connection breaks here."""
-
-
-class CuttingTransport:
-    """Runs the real remote program in this process; the connection breaks after the given numbers of frames.
-
-    `meanwhile[n]` happens before connection n; `polls` happen one by one while the program waits for more.
-    """
-
-    def __init__(
-        self,
-        root: Path,
-        cuts: list[int] | None = None,
-        meanwhile: dict[int, Callable[[], None]] | None = None,
-        polls: list[Callable[[], None]] | None = None,
-    ) -> None:
-        self.root = root
-        self.cuts = list(cuts or [])
-        self.meanwhile = meanwhile or {}
-        self.polls = list(polls or [])
-        self.round_trips = 0
-
-    def stream(
-        self, program: Program, request: dict[str, Any], deadline_between_frames: float = 30.0
-    ) -> Iterator[Frame]:
-        self.meanwhile.get(self.round_trips, lambda: None)()
-        self.round_trips += 1
-        left = self.cuts.pop(0) if self.cuts else None
-        frames: list[Frame] = []
-        transport = self
-
-        class Channel:
-            def event(self, **value: Any) -> None:
-                nonlocal left
-                if left is not None:
-                    if left == 0:
-                        raise PeerGone
-                    left -= 1
-                frames.append(Frame("event", value))
-
-            def pause(self, seconds: float) -> None:
-                if left == 0:
-                    raise PeerGone
-                if transport.polls:
-                    transport.polls.pop(0)()
-
-        try:
-            frames.append(Frame("result", follow.main({**request, "root": str(self.root)}, Channel())))  # type: ignore[arg-type]
-        except PeerGone:
-            yield from frames
-            raise ConnectionLost("the connection broke") from None
-        yield from frames
-
-    def run(self, *args: object, **kwargs: object) -> Any:
-        raise AssertionError("tail-logs only streams")
-
-    def close(self) -> None:
-        pass
-
-
 @pytest.fixture
 def log(tmp_path: Path) -> Path:
     folder = tmp_path / "runs" / "r1"
@@ -118,7 +56,7 @@ def no_systemd(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
 
 
-def shown(transport: CuttingTransport, monkeypatch: pytest.MonkeyPatch, **options: Any) -> tuple[str, list[str]]:
+def shown(transport: InProcess, monkeypatch: pytest.MonkeyPatch, **options: Any) -> tuple[str, list[str]]:
     """What is printed, and what is said beside it."""
     monkeypatch.setattr(probe, "state", lambda paths: {})
     monkeypatch.setattr(probe, "over", lambda seen: not transport.polls)
@@ -169,7 +107,7 @@ def test_cuts_anywhere_lose_and_repeat_nothing(
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(follow, "CHUNK", chunk)
-        transport = CuttingTransport(root, cuts, {1: write, 2: write}, [write])
+        transport = InProcess(root, cuts, {1: write, 2: write}, [write])
         text, _ = shown(transport, patch)
         assert text == reference(path.read_bytes())
 
@@ -180,7 +118,7 @@ def test_a_cut_after_every_single_frame_loses_and_repeats_nothing(log: Path, mon
     monkeypatch.setattr(follow, "CHUNK", 11)
     frames = len(data) // 11 + 4
     for cut in range(1, frames):
-        text, said = shown(CuttingTransport(log.parents[2], [cut]), monkeypatch)
+        text, said = shown(InProcess(log.parents[2], [cut]), monkeypatch)
         assert text == data.decode()
         assert any("trying again" in line for line in said)
 
@@ -192,7 +130,7 @@ def test_a_log_that_appears_only_after_the_connection_broke_is_shown_from_its_fi
         log.write_text("first\nsecond\nthird\n")
 
     # Frames: run, caught_up; then the connection breaks. -n 1 must not cut what was written since.
-    transport = CuttingTransport(log.parents[2], [2], {1: appear}, [lambda: None])
+    transport = InProcess(log.parents[2], [2], {1: appear}, [lambda: None])
     assert shown(transport, monkeypatch, lines=1)[0] == "first\nsecond\nthird\n"
 
 
@@ -205,13 +143,13 @@ def test_the_last_lines_are_chosen_once_and_then_everything_is_followed(
         with log.open("a") as stream:
             stream.write("four\nfive\n")
 
-    text, _ = shown(CuttingTransport(log.parents[2], polls=[grow]), monkeypatch, lines=1)
+    text, _ = shown(InProcess(log.parents[2], polls=[grow]), monkeypatch, lines=1)
     assert text == "three\nfour\nfive\n"
 
 
 def test_truncation_is_noticed_and_the_new_content_shown(log: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     log.write_text("old old old\n")
-    text, said = shown(CuttingTransport(log.parents[2], polls=[lambda: log.write_text("new\n") and None]), monkeypatch)
+    text, said = shown(InProcess(log.parents[2], polls=[lambda: log.write_text("new\n") and None]), monkeypatch)
     assert text == "old old old\nnew\n"
     assert said == ["-- the log was truncated; it is shown from its beginning"]
 
@@ -227,7 +165,7 @@ def test_rotation_shows_the_end_of_the_old_file_and_then_the_new_one(
         log.rename(log.with_name("log.1"))
         log.write_text("new file\n")
 
-    text, said = shown(CuttingTransport(log.parents[2], polls=[rotate]), monkeypatch)
+    text, said = shown(InProcess(log.parents[2], polls=[rotate]), monkeypatch)
     assert text == "one\nlast words\nnew file\n"
     assert said == ["-- the log was replaced by a new file, which is shown from its beginning"]
 
@@ -241,7 +179,7 @@ def test_a_rotation_while_the_connection_was_down_loses_no_byte(log: Path, monke
         log.rename(log.with_name("log.1"))
         log.write_text("new file\n")
 
-    transport = CuttingTransport(log.parents[2], [4], {1: rotate}, [lambda: None, lambda: None])
+    transport = InProcess(log.parents[2], [4], {1: rotate}, [lambda: None, lambda: None])
     assert shown(transport, monkeypatch)[0] == "one\nlast words\nnew file\n"
 
 
@@ -249,7 +187,7 @@ def test_a_deleted_log_is_followed_on_through_its_open_file(log: Path, monkeypat
     log.write_text("one\n")
     writer = os.open(log, os.O_WRONLY | os.O_APPEND)
     text, said = shown(
-        CuttingTransport(log.parents[2], polls=[log.unlink, lambda: os.write(writer, b"still here\n") and None]),
+        InProcess(log.parents[2], polls=[log.unlink, lambda: os.write(writer, b"still here\n") and None]),
         monkeypatch,
     )
     os.close(writer)
@@ -260,12 +198,12 @@ def test_a_deleted_log_is_followed_on_through_its_open_file(log: Path, monkeypat
 
 def test_an_unfinished_last_line_is_shown_at_the_end(log: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     log.write_text("one\nno newline")
-    assert shown(CuttingTransport(log.parents[2]), monkeypatch)[0] == "one\nno newline\n"
+    assert shown(InProcess(log.parents[2]), monkeypatch)[0] == "one\nno newline\n"
 
 
 def test_no_follow_shows_what_is_there_and_returns(log: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     log.write_text("one\n")
-    transport = CuttingTransport(log.parents[2], polls=[lambda: pytest.fail("it waited")])
+    transport = InProcess(log.parents[2], polls=[lambda: pytest.fail("it waited")])
     assert shown(transport, monkeypatch, follow=False)[0] == "one\n"
 
 
@@ -300,7 +238,7 @@ def test_since_begins_at_the_first_line_of_that_time(log: Path, second: int) -> 
 
 def test_grep_with_lines_shows_the_last_matches(log: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     log.write_text("".join(f"{'loss' if i % 2 else 'noise'} {i}\n" for i in range(20)))
-    text, _ = shown(CuttingTransport(log.parents[2]), monkeypatch, lines=2, grep=re.compile("loss"))
+    text, _ = shown(InProcess(log.parents[2]), monkeypatch, lines=2, grep=re.compile("loss"))
     assert text == "loss 17\nloss 19\n"
 
 

@@ -166,6 +166,11 @@ def test_the_last_exception_line_is_found_when_nothing_has_a_name() -> None:
     assert last_error(lines) == "ValueError: 17 rows, 16 wanted"
 
 
+def test_an_error_record_of_the_log_is_shown_without_its_time_and_thread() -> None:
+    lines = ["2026-11-30T08:12:58.584Z ERROR main source /srv/chats.jsonl does not exist"]
+    assert last_error(lines) == "source /srv/chats.jsonl does not exist"
+
+
 def test_no_error_line_is_invented() -> None:
     assert last_error(["2026-11-30T07:20:00.123Z INFO main done", ""]) is None
 
