@@ -21,7 +21,7 @@ from pyarrow.parquet import write_table
 
 from tests.trainer import chatting
 from trainer.config import DataConfig, TargetConfig
-from trainer.data import DataError, Documents, dataset
+from trainer.data import DataError, Documents, dataset, progress
 from trainer.data.dataset import open_documents, open_rows
 
 CHAT = [{"role": "user", "content": "Hello?"}, {"role": "assistant", "content": "Good day, friend."}]
@@ -280,3 +280,14 @@ def test_a_killed_build_is_built_anew(tmp_path: Path, folder: Path, target: Targ
     documents = open_documents(data(path), target)
     assert documents.statistics.documents == 3000
     assert not list(cache.glob(".building-*"))
+
+
+def test_long_work_tells_how_far_it_is_where_there_is_no_terminal(
+    tmp_path: Path, target: TargetConfig, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = jsonl(tmp_path / "a.jsonl", ({"text": f"Number {number} of many."} for number in range(300)))
+    monkeypatch.setattr(progress, "_SECONDS_BETWEEN_LINES", 0.0)
+    with caplog.at_level(logging.INFO):
+        open_documents(data(path), target)
+    assert "tokenising: 256 of 300 (85 %)" in caplog.text
+    assert "tokenising: 300 of 300 (100 %)" in caplog.text

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -157,6 +158,9 @@ class DocumentWriter:
         np.save(self._folder / "candidates.npy", self._kept.counts())
         header = {"content_hash": content_hash, "statistics": asdict(statistics)}
         (self._folder / "documents.json").write_text(json.dumps(header, indent=1))
+        for path in self._folder.iterdir():  # a rename may reach the disk before what it names
+            with path.open("rb") as file:
+                os.fsync(file.fileno())
         return statistics
 
 
