@@ -1,0 +1,115 @@
+"""How much does `dflash` add to reaching the container, and how many round trips does a launch take?
+
+    make lab-packages && .venv/bin/python benchmarks/cli.py --rounds 15 --json cli.json      (as root)
+
+Raises a lab of its own whose `pct` takes 0.8 s to start, as Perl does on a real node, and starts one run of the
+stand-in trainer. The commands then take turns, so that a noisy machine touches all of them alike; every ratio is taken
+round by round against `ssh HOST pct exec 200 -- true`, and the table gives medians.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import resource
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+from tests.lab.conftest import Dflash, clean, inventory_for
+from tests.lab.lab import Lab, why_not
+
+PCT_SECONDS = 0.8
+ROOT = "/var/lib/dflash-bench"
+
+
+def seconds(command: list[str], environment: dict[str, str]) -> tuple[float, float]:
+    """Wall and CPU seconds of a command that must succeed; CPU is that of the command alone, not of what it reached."""
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    start = time.perf_counter()
+    subprocess.run(command, env=environment, stdin=subprocess.DEVNULL, capture_output=True, check=True, timeout=120)
+    wall = time.perf_counter() - start
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return wall, after.ru_utime - before.ru_utime + after.ru_stime - before.ru_stime
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    if reason := why_not():
+        sys.exit(reason)
+
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        lab = Lab(folder / "state", tethered=True)
+        lab.up()
+        try:
+            result = measure(lab, folder, args.rounds)
+        finally:
+            lab.down()
+    print(f"\n{'command':34s} {'wall s':>8s} {'min':>7s} {'max':>7s} {'CPU s':>7s} {'ratio':>7s}")
+    for row in result["rows"]:
+        ratio = "-" if row["ratio"] is None else f"{row['ratio']:.2f}"
+        print(
+            f"{row['command']:34s} {row['wall']:8.3f} {row['min']:7.3f} {row['max']:7.3f} {row['cpu']:7.3f} {ratio:>7s}"
+        )
+    print(f"round trips of a launch: release missing {result['launch_first']}, present {result['launch_again']}")
+    if args.json:
+        args.json.write_text(json.dumps(result, indent=1) + "\n")
+
+
+def measure(lab: Lab, folder: Path, rounds: int) -> dict[str, object]:
+    """Time the commands against a lab that is up."""
+    inventory = inventory_for(lab, ROOT)
+    inventory["targets"]["quick"] = {**inventory["targets"]["ct200"], "enter": "lxc-attach"}
+    dflash = Dflash(lab, folder, ROOT, inventory)
+    dflash.job(config={"steps": None})
+    first = dflash.json("launch", "job", "--run", "bench-1")["round_trips"]
+    dflash("kill", "bench-1", "-y", "--force")
+    again = dflash.json("launch", "job", "--run", "bench-2")["round_trips"]
+
+    mine = dflash.env()
+    commands: dict[str, Callable[[], list[str]]] = {
+        "ssh HOST pct exec 200 -- true": lambda: [*lab.ssh_command(), "pct exec 200 -- true"],
+        "dflash status": lambda: dflash.argv("status", "bench-2", "--json"),
+        "dflash status, enter: lxc-attach": lambda: dflash.argv("status", "bench-2", "--target", "quick", "--json"),
+        "dflash --help": lambda: dflash.argv("--help"),
+    }
+    reference = next(iter(commands))
+    times: dict[str, list[tuple[float, float]]] = {command: [] for command in commands}
+    with lab.slow_pct(PCT_SECONDS):
+        for command in commands.values():
+            seconds(command(), mine)  # warm the file cache
+        for _ in range(rounds):
+            for command, argv in commands.items():
+                times[command].append(seconds(argv(), mine))
+    dflash("kill", "bench-2", "-y", "--force")
+    clean(lab, ROOT)
+
+    rows = []
+    for command, measured in times.items():
+        wall = [w for w, _ in measured]
+        ratios = [w / r for w, (r, _) in zip(wall, times[reference], strict=True)]
+        rows.append(
+            {
+                "command": command,
+                "wall": statistics.median(wall),
+                "min": min(wall),
+                "max": max(wall),
+                "cpu": statistics.median(cpu for _, cpu in measured),
+                "ratio": None if "help" in command else statistics.median(ratios),
+            }
+        )
+    return {"rows": rows, "launch_first": first, "launch_again": again, "cpus": os.cpu_count(), "rounds": rounds}
+
+
+if __name__ == "__main__":
+    main()
