@@ -29,7 +29,7 @@ from dflash_ops.run import GpuRoles, RootPaths, check_run_name, unit_name
 from dflash_ops.seen import remember
 from dflash_ops.session import Session, parsed
 from dflash_ops.text import size, visible
-from dflash_ops.transport.base import RemoteRefusal, TransportError
+from dflash_ops.transport.base import ConnectionLost, RemoteRefusal, Unanswered
 from dflash_ops.unit import base_environment, entry_script, env_file, on_exit_script, systemd_run_argv
 from dflash_ops.verdict import Failed, Verdict, judge
 
@@ -198,9 +198,9 @@ def _start(session: Session, asked: Plan) -> tuple[str, Snapshot]:
                 session.say(words[frame.value["stage"]])
             if frame.value.get("status"):
                 session.say("  " + visible(str(frame.value["status"]), 200))
-    except TransportError as error:
-        if begun:
-            error.hint = f"the run may have been started: `dflash status {asked.run}` tells; it goes on without us"
+    except (ConnectionLost, Unanswered) as error:
+        # What was sent may have been carried out: a new try under the same name can never make a second run.
+        error.hint = f"the run may have been started: `dflash status {asked.run}` tells; it goes on without us"
         raise
     except KeyboardInterrupt:
         if begun:

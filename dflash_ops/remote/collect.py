@@ -31,6 +31,7 @@ def main(request: Dict[str, Any], channel: Channel) -> Dict[str, Any]:
         return {"items": list(_removable(root, request, channel)), "removed": removed}
     agreed = set(request["remove"])
     with common.locked(os.path.join(root, "launch.lock"), 60):
+        channel.pause(0)  # a removal that was given up must not happen later
         # Looked at anew under the lock of launches: what a run has begun to use since then stays.
         items = [item for item in _removable(root, request, channel) if item["path"] in agreed]
         gone = [_set_aside(item["path"]) for item in items]

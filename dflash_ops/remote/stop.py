@@ -34,6 +34,7 @@ def main(request: Dict[str, Any], channel: Channel) -> Dict[str, Any]:
             "look at it with `systemctl status %s` in the container" % paths.unit,
         )
     used = _gpu_memory(paths, request)
+    channel.pause(0)  # a kill that was given up while the container was frozen must not happen when it thaws
     grace, force = float(request["grace"]), bool(request["force"])
     # The record comes first: whatever happens next, the end will be known as asked for.
     if common.read_json(paths.kill_requested) is None or force:

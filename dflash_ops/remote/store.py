@@ -17,7 +17,7 @@ MANIFEST = ".manifest.json"
 # What is stored where: <root>/<shelf>/<name>/<folder>/...
 SHELVES = {"releases": "trainer", "wheels": "wheels"}
 _NAME = re.compile(r"[0-9a-f]{32}\Z")
-_STALE_SECONDS = 3600  # an upload that is older was cut off by something that left it no time to clean up
+_STALE_SECONDS = 24 * 3600  # an upload that is older was cut off by something that left it no time to clean up
 
 
 def main(request: Dict[str, Any], channel: Channel) -> Dict[str, Any]:

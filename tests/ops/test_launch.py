@@ -247,12 +247,10 @@ def test_a_connection_that_breaks_while_waiting_says_that_the_run_may_go_on(inve
     with pytest.raises(ConnectionLost) as caught:
         launch(opened, LaunchOptions("smoke", "r1"))
     assert "`dflash status r1`" in caught.value.hint
-    opened, _ = session(
-        inventory, start=[[{"stage": "facts"}, ConnectionLost("the connection to pve1 broke", "again")]]
-    )
-    with pytest.raises(ConnectionLost) as caught:
+    opened, _ = session(inventory, start=[Unreachable("container 200 on pve1 is stopped", "start it")])
+    with pytest.raises(Unreachable) as stopped:
         launch(opened, LaunchOptions("smoke", "r1"))
-    assert caught.value.hint == "again"
+    assert stopped.value.hint == "start it"
 
 
 @pytest.mark.parametrize("answer", [{}, {"release": 1, "environment_missing": False}, {"release": "present"}])
