@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import shutil
 import time
 from typing import Any, Dict, List, Optional
@@ -15,6 +16,9 @@ from dflash_ops.remote.common import CONFIGURATION, TEMPORARY, Channel, Refusal,
 FILES = ("config.yaml", "entry", "on-exit", "env")
 _POLL = 0.2  # seconds between looks at the run's files
 _UNIT_EVERY = 1.0  # seconds between questions to systemd
+# The first lines of a trainer that dies at import are its traceback: it gets time to die before it counts as begun.
+_TROUBLE = re.compile(rb"^(Traceback \(most recent|\S+ (ERROR|CRITICAL) )", re.MULTILINE)
+_DYING = 5.0
 
 
 def main(request: Dict[str, Any], channel: Channel) -> Dict[str, Any]:
@@ -30,8 +34,10 @@ def main(request: Dict[str, Any], channel: Channel) -> Dict[str, Any]:
     runs = os.path.dirname(paths.directory)
     os.makedirs(runs, exist_ok=True)
     os.makedirs(os.path.join(request["root"], "cache", "compile"), exist_ok=True)
-    # From here to the end of the lock nothing is said, so that a laptop that is gone cannot stop us half-way.
     with common.locked(os.path.join(request["root"], "launch.lock"), 60):
+        # A launch that was given up while the container was frozen must not happen when it thaws.
+        channel.pause(0)
+        # From here to the end of the lock nothing is said, so that a laptop that is gone cannot stop us half-way.
         _refuse_twin(paths, version)
         _refuse_busy_gpus(request["root"], request["spec"])
         if not os.path.isdir(request["facts"]["release"]):  # gc may have come between
@@ -42,7 +48,11 @@ def main(request: Dict[str, Any], channel: Channel) -> Dict[str, Any]:
         except BaseException:
             _forget_unstarted(paths)
             raise
-        record_start(paths, version)
+        try:
+            record_start(paths, version)
+        except OSError:
+            _undo(paths)  # a disk that is full by now would not let it live either
+            raise
     channel.event(stage="started")
     reached = _watch(paths, request["wait"], float(request["timeout"]), channel)
     return {
@@ -153,6 +163,14 @@ def _forget_unstarted(paths: RunPaths) -> None:
             shutil.rmtree(paths.directory, ignore_errors=True)
 
 
+def _undo(paths: RunPaths) -> None:
+    """End a unit that could not be recorded, and leave nothing of its run."""
+    for words in (["kill", "--signal=KILL"], ["stop"]):
+        common.call(["systemctl", *words, paths.unit], 20)
+    common.call(["systemctl", "reset-failed", paths.unit], 10)
+    shutil.rmtree(paths.directory, ignore_errors=True)
+
+
 def record_start(paths: RunPaths, version: int) -> None:
     """started.json, from what systemd says now; from the exit record when the unit is gone already."""
     unit = common.show_units([paths.unit]).get(paths.unit, {})
@@ -192,6 +210,7 @@ def _watch(paths: RunPaths, wait: str, timeout: float, channel: Channel) -> str:
     asked = -_UNIT_EVERY
     said = None
     runs = False
+    begun: Optional[float] = None
     while True:
         now = time.monotonic()
         over = os.path.exists(paths.exit)
@@ -206,8 +225,12 @@ def _watch(paths: RunPaths, wait: str, timeout: float, channel: Channel) -> str:
             if text != said:
                 said = text
                 channel.event(status=text)
-        if runs and wait == "started" and _has_line(paths.log):
-            return "started"
+        if runs and wait == "started":
+            lines = _complete_lines(paths.log)
+            if lines and begun is None:
+                begun = now
+            if begun is not None and (not _TROUBLE.search(lines) or now - begun >= _DYING):
+                return "started"
         if wait == "step" and _has_step(paths.metrics):
             return "step"
         if now >= end:
@@ -215,12 +238,12 @@ def _watch(paths: RunPaths, wait: str, timeout: float, channel: Channel) -> str:
         channel.pause(min(_POLL, max(0.01, end - now)))
 
 
-def _has_line(path: str) -> bool:
+def _complete_lines(path: str) -> bytes:
     try:
         with open(path, "rb") as stream:
-            return b"\n" in stream.read(65536)
+            return stream.read(65536).rpartition(b"\n")[0]
     except OSError:
-        return False
+        return b""
 
 
 def _has_step(path: str) -> bool:

@@ -97,9 +97,9 @@ def free_port(preferred: int = 0) -> int:
 class Lab:
     """One lab; all that it is can be found again from its state folder."""
 
-    def __init__(self, state: Path, cache: Path = CACHE) -> None:
+    def __init__(self, state: Path, *, tethered: bool = False) -> None:
         self.state = state.resolve()
-        self.cache = cache
+        self.tethered = tethered  # the node dies with this process: a killed test run leaves no lab behind
         self.identity = hashlib.sha256(str(self.state).encode()).hexdigest()[:8]
         self.ssh = self.state / "ssh"
         self.lxc = self.state / "lxc"
@@ -117,7 +117,7 @@ class Lab:
             if self.healthy():
                 return
             self._down()
-            tarball = cached_tarball(self.cache)
+            tarball = cached_tarball(CACHE)
             self._make_ssh(free_port(DEFAULT_PORT if self.state == DEFAULT_STATE else 0))
             self._make_container(VMID, tarball)
             self._make_container(STOPPED_VMID, None)
@@ -139,6 +139,15 @@ class Lab:
             and self._listening()
             and self.container_pid() is not None
         )
+
+    def recover(self) -> None:
+        """Undo what a test did to sshd and the container: both run again afterwards."""
+        if not self._listening():
+            self.start_sshd()
+        if self.container_pid() is None:
+            self.start_container()
+        elif self.node("lxc-info", "-n", str(VMID), "--no-humanize", "--state").stdout.strip() == "FROZEN":
+            self.thaw()
 
     def _down(self) -> None:
         if self.node_pid() is not None:  # ask LXC first: it removes its cgroups
@@ -179,14 +188,13 @@ class Lab:
         self.ssh.mkdir(parents=True, mode=0o700)
         self.make_key("id_ed25519")
         self.make_key("host_ed25519")
-        (self.ssh / "authorized_keys").write_text((self.ssh / "id_ed25519.pub").read_text())
         kind, key, *_ = (self.ssh / "host_ed25519.pub").read_text().split()
         self.known_hosts.write_text(f"[127.0.0.1]:{port} {kind} {key}\n")
         locked = subprocess.run(["getent", "shadow", "root"], capture_output=True, text=True).stdout.split(":")[1:2]
         settings = {
             "ListenAddress": f"127.0.0.1:{port}",
             "HostKey": self.ssh / "host_ed25519",
-            "AuthorizedKeysFile": self.ssh / "authorized_keys",
+            "AuthorizedKeysFile": "/etc/dflash-lab/authorized_keys",  # sshd reads it as the user who logs in
             "PidFile": "/run/sshd/lab.pid",
             "PermitRootLogin": "prohibit-password",
             "PasswordAuthentication": "no",
@@ -252,6 +260,7 @@ class Lab:
         (etc / "lxc/lxc.conf").write_text(f"lxc.lxcpath = {self.lxc}\n")
         (etc / "hostname").write_text(f"{NODE_NAME}\n")
         (etc / "dflash-lab").mkdir()
+        shutil.copy(self.key.with_suffix(".pub"), etc / "dflash-lab/authorized_keys")
         sbin.mkdir(parents=True)
         shutil.copy2(HERE / "pct", sbin / "pct")
 
@@ -259,6 +268,8 @@ class Lab:
         (self.state / "node").mkdir()
         namespaces = ["--mount", "--propagation", "private", "--uts", "--pid", "--fork", "--kill-child", "--mount-proc"]
         command = ["unshare", *namespaces, sys.executable, str(HERE / "node.py"), str(self.state)]
+        if self.tethered:
+            command = ["setpriv", "--pdeathsig", "KILL", *command]
         with (self.state / "node.log").open("w") as log:
             process = subprocess.Popen(
                 command,
