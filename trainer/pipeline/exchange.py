@@ -11,9 +11,11 @@ sums that two processes with one drafter each do.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import threading
+import time
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Protocol
@@ -27,11 +29,16 @@ from torch.distributed.rendezvous import rendezvous
 from trainer.pipeline.queues import Closed
 
 TIMEOUT = timedelta(minutes=10)  # of a collective; a peer that dies is noticed at once, this is for one that hangs
-_FAILURE_KEY = "dflash/failure"
+LEAVE_SECONDS = 10.0
+_FAILURE_KEY, _DONE_KEY = "dflash/failure", "dflash/done"
 
 
 class ExchangeError(RuntimeError):
     """Drafters of different processes could not find or reach each other."""
+
+
+class PeerError(RuntimeError):
+    """Another process of the run failed."""
 
 
 @dataclass(frozen=True)
@@ -87,6 +94,17 @@ class Group:
         if self.processes > 1 and self.store.check([_FAILURE_KEY]):
             return str(self.store.get(_FAILURE_KEY).decode())
         return None
+
+    def leave(self) -> None:
+        """Say that this process is done. Process 0, which may serve the store, waits a while for the others."""
+        if self.processes == 1:
+            return
+        with contextlib.suppress(RuntimeError):  # the others are gone already
+            done = self.store.add(_DONE_KEY, 1)
+            deadline = time.monotonic() + LEAVE_SECONDS
+            while self.process == 0 and done < self.processes and time.monotonic() < deadline:
+                time.sleep(0.05)
+                done = self.store.add(_DONE_KEY, 0)
 
     def exchanges(self, local: list[torch.device]) -> list[Exchange]:
         """One exchange for each drafter of this process, in their order; see `Exchange.connect`."""

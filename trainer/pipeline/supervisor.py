@@ -23,7 +23,7 @@ from trainer.config import RunConfig
 from trainer.data.rows import RowSource
 from trainer.drafter.config import DrafterConfig
 from trainer.drafter.model import DFlashDrafter
-from trainer.pipeline.exchange import Group
+from trainer.pipeline.exchange import Group, PeerError
 from trainer.pipeline.plan import Plan, total_steps
 from trainer.pipeline.queues import Ring
 from trainer.pipeline.types import Hooks, Outcome, PipelineConfigError, PipelineError, StepReport, TrainState
@@ -116,6 +116,7 @@ class Pipeline:
             for worker in workers:
                 worker.join()
             self._pass_on_reports(shared)
+            group.leave()
             drafter = next(worker for worker in workers if isinstance(worker, DrafterWorker))
             return Outcome(drafter.step, plan.total_steps, drafter.step < plan.total_steps, self._statistics.total())
 
@@ -217,10 +218,14 @@ class Pipeline:
         if group.processes == 1 or time.monotonic() < self._polled_peers + PEER_POLL_SECONDS:
             return
         self._polled_peers = time.monotonic()
-        # The store is gone when process 0 has ended, well or not: then it is the collectives that tell.
-        with contextlib.suppress(RuntimeError):
-            if (failure := group.reported_failure()) is not None:
-                shared.fail("another process", RuntimeError(failure))
+        try:
+            failure = group.reported_failure()
+        except RuntimeError:
+            # The store went with its process. If that failed, the collectives tell; asking again would only make noise.
+            self._polled_peers = float("inf")
+            return
+        if failure is not None:
+            shared.fail("another process", PeerError(failure))
 
     # ------------------------------------------------------------------------------------------------------------- end
 

@@ -167,12 +167,15 @@ class RowWorker(Worker):
     def work(self) -> None:
         count = 0
         for number in self.shared.plan.rows():
-            with self.meter.busy(rows=1):
-                prepared = PreparedRow.of(self._source.row(number), self._block_size, pin=self._pin)
             self.shared.rows.reserve(count)
+            with self.meter.busy(rows=1):
+                prepared = self._read(number)
             self.shared.rows.put(count, prepared)
             count += 1
         self.shared.rows.finish(count)
+
+    def _read(self, number: int) -> PreparedRow:
+        return PreparedRow.of(self._source.row(number), self._block_size, pin=self._pin)
 
 
 class TargetWorker(Worker):
@@ -311,9 +314,9 @@ class DrafterWorker(Worker):
                     self._save()
             while self._pending:
                 self._settle()
-            if self._saves:
-                if self._saved_step != self.step:
-                    self._save()
+            if self._saves and self._saved_step != self.step:
+                self._save()
+            if self._leads_process:
                 self.shared.checkpoints.finish(self._saved)
         except BaseException:
             self._leave_emergency_state()
@@ -437,8 +440,11 @@ class CheckpointWorker(Worker):
     def work(self) -> None:
         while (taken := self.shared.checkpoints.take()) is not None:
             count, (state, report) = taken
-            self._save(state, report if report is not None and report.step == state.step else None)
+            self._write(state, report)
             self.shared.checkpoints.release(count)
+
+    def _write(self, state: TrainState, report: StepReport | None) -> None:
+        self._save(state, report if report is not None and report.step == state.step else None)
 
 
 class Statistics:

@@ -20,12 +20,18 @@ VOCABULARY, HIDDEN, LAYERS, BLOCK = 96, 32, 3, 4
 LENGTH, ANCHORS = 64, 8
 
 
-def run_config(*, targets: int = 1, drafters: int = 1, device: str = "cpu", **sections: dict[str, Any]) -> RunConfig:
+def run_config(*, targets: int = 1, drafters: int = 1, small: bool = False, **sections: dict[str, Any]) -> RunConfig:
+    """A run of six steps. `small`: rows and blocks so few that Python is all that takes time."""
     document: dict[str, Any] = {
         "target": {"path": "unused", "dtype": "float32"},
-        "data": {"sources": ["unused"], "sequence_length": LENGTH, "anchors_per_row": ANCHORS, "epochs": 10_000},
+        "data": {
+            "sources": ["unused"],
+            "sequence_length": 40 if small else LENGTH,
+            "anchors_per_row": 2 if small else ANCHORS,
+            "epochs": 10_000,
+        },
         "optimizer": {"max_steps": 6, "lr": 1e-3},
-        "pipeline": {"targets": [device] * targets, "drafters": [device] * drafters, "mode": "eager"},
+        "pipeline": {"targets": ["cpu"] * targets, "drafters": ["cpu"] * drafters, "mode": "eager"},
         "objective": {"head_chunk": 16},
     }
     for name, values in sections.items():
@@ -73,7 +79,7 @@ def row_source(config: RunConfig) -> RowSource:
     )
 
 
-def load_target(device: torch.device) -> Target:
+def load_target(device: torch.device, last_hidden: bool = False) -> Target:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
@@ -89,7 +95,7 @@ def load_target(device: torch.device) -> Target:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model = LlamaForCausalLM(config)
-    return Target(model, drafter_config().target_layer_ids, device)
+    return Target(model, drafter_config().target_layer_ids, device, last_hidden=last_hidden)
 
 
 class Recorder:
@@ -119,8 +125,14 @@ def train(
     config: RunConfig, recorder: Recorder | None = None, start: TrainState | None = None, **hooks: Any
 ) -> tuple[Recorder, Outcome]:
     recorder = recorder or Recorder()
+    distils = config.objective.distillation != "none"
     pipeline = Pipeline(
-        config, drafter_config(), row_source(config), recorder.hooks(**hooks), start, load_target=load_target
+        config,
+        drafter_config(),
+        row_source(config),
+        recorder.hooks(**hooks),
+        start,
+        load_target=lambda device: load_target(device, distils),
     )
     return recorder, pipeline.run()
 
