@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import io
 import json
+import queue
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -39,14 +42,31 @@ class InProcess:
         self.round_trips += 1
         channel = _Channel(self.cuts.pop(0) if self.cuts else None, self.polls)
         module = importlib.import_module(f"dflash_ops.remote.{program.verb}")
+
+        def remote() -> None:
+            try:
+                channel.send(Frame("result", _sent(module.main({**request, "root": str(self.root)}, channel))))
+            except PeerGone:
+                channel.send(ConnectionLost("the connection broke"))
+            except Refusal as refusal:
+                code, text, hint = refusal.code, refusal.message, refusal.hint
+                channel.send(RemoteRefusal(code, text, hint, reason=refusal.reason))
+            except BaseException as error:
+                channel.send(error)
+
+        thread = threading.Thread(target=remote)
+        thread.start()
         try:
-            channel.frames.append(Frame("result", _sent(module.main({**request, "root": str(self.root)}, channel))))
-        except PeerGone:
-            yield from channel.frames
-            raise ConnectionLost("the connection broke") from None
-        except Refusal as refusal:
-            raise RemoteRefusal(refusal.code, refusal.message, refusal.hint, reason=refusal.reason) from None
-        yield from channel.frames
+            while True:
+                frame = channel.frames.get(timeout=30)
+                if isinstance(frame, BaseException):
+                    raise frame
+                yield frame
+                if frame.kind == "result":
+                    return
+        finally:
+            channel.closed.set()
+            thread.join(30)
 
     def run(
         self,
@@ -63,27 +83,37 @@ class InProcess:
 
 
 class _Channel:
+    """The remote end. Frames are handed over one by one, so the program is never ahead of its reader by more."""
+
     def __init__(self, cut: int | None, polls: list[Callable[[], None]]) -> None:
-        self.frames: list[Frame] = []
+        self.frames: queue.Queue[Frame | BaseException] = queue.Queue(1)
+        self.closed = threading.Event()
         self.payload = io.BytesIO()
         self._left = cut
         self._polls = polls
 
+    def send(self, frame: Frame | BaseException) -> None:
+        while not self.closed.is_set():
+            with contextlib.suppress(queue.Full):
+                self.frames.put(frame, timeout=0.01)
+                return
+
     def event(self, **value: Any) -> None:
+        self.beat()
         if self._left is not None:
-            if self._left == 0:
-                raise PeerGone
             self._left -= 1
-        self.frames.append(Frame("event", _sent(value)))
+        self.send(Frame("event", _sent(value)))
 
     def pause(self, seconds: float) -> None:
-        if self._left == 0:
-            raise PeerGone
+        self.beat()
         if self._polls:
             self._polls.pop(0)()
+        else:
+            self.closed.wait(0.002)
 
     def beat(self) -> None:
-        pass
+        if self._left == 0 or self.closed.is_set():
+            raise PeerGone
 
 
 def _sent(value: dict[str, Any]) -> dict[str, Any]:

@@ -1,0 +1,382 @@
+"""status, runs, wait and checkpoint on real run directories, with systemd's answers given by the test."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from dflash_ops import live, render
+from dflash_ops.checkpoint import checkpoint
+from dflash_ops.errors import Exit, UsageError
+from dflash_ops.remote import checkpoint as remote_checkpoint
+from dflash_ops.remote import common
+from dflash_ops.runs import runs
+from dflash_ops.seen import last_seen
+from dflash_ops.session import Session
+from dflash_ops.status import Status, status, watch
+from dflash_ops.transport.base import BadAnswer, RemoteRefusal, Unreachable
+from dflash_ops.transport.fake import FakeTransport
+from dflash_ops.wait import WaitOptions, wait
+from tests.ops.evidence import BOOT, INVOCATION
+from tests.ops.inprocess import InProcess
+
+ABSENT = {"LoadState": "not-found", "ActiveState": "inactive", "Result": "success"}
+
+
+def alive(pid: int = 1, **changes: str) -> dict[str, str]:
+    given = {"LoadState": "loaded", "ActiveState": "active", "SubState": "running", "InvocationID": INVOCATION}
+    return {**given, "MainPID": str(pid), "StatusText": "step 3/20 loss 3.21", **changes}
+
+
+class Container:
+    """A root folder with runs, and what systemd says of each."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.units: dict[str, dict[str, str]] = {}
+
+    def run(self, name: str, unit: dict[str, str], *, steps: int = 3, **records: dict[str, Any]) -> Path:
+        folder = self.root / "runs" / name
+        folder.mkdir(parents=True)
+        (folder / "log").write_text(f"hello from {name}\n")
+        spec = {
+            "schema": 1,
+            "run": name,
+            "job": "smoke",
+            "target": "lab",
+            "created": time.time() - 60,
+            "launched_by": "ann@laptop",
+            "release": "a" * 32,
+            "environment": "venv",
+            "python": "/opt/venv/bin/python",
+            "config": {},
+            "gpus": {"target": [], "drafters": []},
+        }
+        started = {
+            "time": time.time() - 59,
+            "unit": f"dflash-{name}.service",
+            "invocation_id": INVOCATION,
+            "boot_id": BOOT,
+            "main_pid": 1,
+            "systemd_version": "252",
+        }
+        for kind, value in {"spec": spec, "started": started, **records}.items():
+            (folder / f"{kind.replace('_', '-')}.json").write_text(json.dumps(value))
+        self.write_steps(folder, steps)
+        self.units[f"dflash-{name}.service"] = unit
+        return folder
+
+    def write_steps(self, folder: Path, steps: int) -> None:
+        lines = [
+            json.dumps({"kind": "step", "step": i + 1, "total_steps": 20, "time": time.time(), "loss": 4.0 - i / 10})
+            for i in range(steps)
+        ]
+        if lines:
+            (folder / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+
+    def session(self, **options: Any) -> Session:
+        return Session(None, "lab", InProcess(self.root, **options), str(self.root), quiet=True)  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def container(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Container:
+    found = Container(tmp_path / "root")
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    monkeypatch.setattr(common, "boot_id", lambda: BOOT)
+    monkeypatch.setattr(common, "show_units", lambda units, timeout=10: {unit: found.units[unit] for unit in units})
+    monkeypatch.setattr(live.time, "sleep", lambda seconds: None)
+    return found
+
+
+def ended(result: str, code: str, status: str) -> dict[str, Any]:
+    return {
+        "time": time.time(),
+        "result": result,
+        "exit_code": code,
+        "exit_status": status,
+        "invocation_id": INVOCATION,
+        "boot_id": BOOT,
+    }
+
+
+def shown(view: object) -> str:
+    screen = Console(file=io.StringIO(), width=200, markup=False, highlight=False)
+    screen.print(view)
+    text = screen.file.getvalue()  # type: ignore[attr-defined]
+    return str(text)
+
+
+# ---- status ------------------------------------------------------------------------------------------------
+
+
+def test_status_of_the_newest_run_takes_one_round_trip(container: Container) -> None:
+    container.run("old", ABSENT)
+    os.utime(container.root / "runs/old/spec.json", (1, 1))
+    container.run("new", alive())
+    session = container.session()
+    answer = status(session, None)
+    assert (answer.run, answer.state, answer.exit_code) == ("new", "running", Exit.RUN_NOT_FINISHED)
+    assert session.transport.round_trips == 1
+
+
+def test_the_json_document_is_versioned_and_writes_unknown_as_null(container: Container) -> None:
+    container.run("r1", alive(), steps=0)
+    document = json.loads(status(container.session(), "r1").model_dump_json())
+    assert (document["schema"], document["kind"]) == (1, "status")
+    assert document["progress"] is None
+    assert document["unit"]["memory"] is None
+    assert document["now"]["utc"].endswith("Z")
+
+
+def test_status_shows_probes_progress_and_job(container: Container) -> None:
+    container.run("r1", alive())
+    text = shown(render.status_view(status(container.session(), "r1")))
+    for part in ("r1  running", "unit  ✓", "log   ✓", "gpu   –", "3/20", "loss 3.800", "smoke on lab", "ann@laptop"):
+        assert part in text
+
+
+def test_status_of_a_failed_run_shows_the_end_of_its_log(container: Container) -> None:
+    folder = container.run("r1", ABSENT, exit=ended("exit-code", "exited", "1"))
+    (folder / "log").write_text("Traceback (most recent call last):\nValueError: \x1b[2J17 rows, 16 wanted\n")
+    answer = status(container.session(), "r1")
+    text = shown(render.status_view(answer))
+    assert answer.exit_code == Exit.RUN_FAILED
+    assert "│ ValueError: \\x1b[2J17 rows, 16 wanted" in text
+
+
+def test_a_damaged_record_does_not_hide_the_rest(container: Container) -> None:
+    folder = container.run("r1", alive())
+    (folder / "spec.json").write_text('{"run": ')
+    answer = status(container.session(), "r1")
+    assert (answer.state, answer.unreadable) == ("running", ("spec.json",))
+    assert "spec.json is damaged" in shown(render.status_view(answer))
+
+
+def test_a_run_that_does_not_exist_is_not_found(container: Container) -> None:
+    container.run("r1", alive())
+    with pytest.raises(RemoteRefusal) as caught:
+        status(container.session(), "r2")
+    assert caught.value.code == Exit.RUN_NOT_FOUND
+
+
+def test_a_name_that_is_no_run_name_goes_nowhere(container: Container) -> None:
+    session = container.session()
+    with pytest.raises(UsageError):
+        status(session, "../../etc")
+    assert session.transport.round_trips == 0
+
+
+def test_an_unreachable_container_is_told_with_what_was_last_known(container: Container) -> None:
+    container.run("r1", alive())
+    status(container.session(), "r1")
+    down = Session(None, "lab", FakeTransport({"probe": [Unreachable("node is down", "is it on?")]}))  # type: ignore[arg-type]
+    with pytest.raises(Unreachable) as caught:
+        status(down, None)
+    assert caught.value.hint == "is it on?; r1 was running when last seen, 0s ago"
+
+
+def test_an_answer_in_another_form_is_refused(container: Container) -> None:
+    odd = Session(None, "lab", FakeTransport({"probe": [{"run": "r1", "time": "soon"}]}))  # type: ignore[arg-type]
+    with pytest.raises(BadAnswer):
+        status(odd, "r1")
+
+
+def test_a_laptop_that_cannot_write_still_answers(container: Container, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", "/proc/nowhere")
+    container.run("r1", alive())
+    assert status(container.session(), "r1").state == "running"
+    assert last_seen("lab", None) is None
+
+
+# ---- watch -------------------------------------------------------------------------------------------------
+
+
+def test_watch_follows_over_one_connection_until_the_end(container: Container) -> None:
+    folder = container.run("r1", alive())
+
+    def end() -> None:
+        container.units["dflash-r1.service"] = ABSENT
+        (folder / "exit.json").write_text(json.dumps(ended("success", "exited", "0")))
+
+    session = container.session(polls=[lambda: None, end])
+    states = [answer.state for answer in watch(session, None)]
+    assert states == ["running", "running", "succeeded"]
+    assert session.transport.round_trips == 1
+
+
+def test_watch_stays_with_its_run_when_a_newer_one_starts_while_it_reconnects(container: Container) -> None:
+    container.run("r1", alive())
+
+    def newer() -> None:
+        container.run("r2", alive())
+        container.units["dflash-r1.service"] = ABSENT
+
+    session = container.session(cuts=[1], meanwhile={1: newer}, polls=[lambda: None])
+    assert {answer.run for answer in watch(session, None)} == {"r1"}
+
+
+# ---- runs --------------------------------------------------------------------------------------------------
+
+
+def test_runs_lists_the_newest_first_with_verdicts(container: Container) -> None:
+    container.run("a", ABSENT, exit=ended("success", "exited", "0"))
+    os.utime(container.root / "runs/a/spec.json", (1, 1))
+    container.run(
+        "b", ABSENT, started={**json.loads((container.root / "runs/a/started.json").read_text()), "boot_id": "x"}
+    )
+    os.utime(container.root / "runs/b/spec.json", (2, 2))
+    container.run("c", alive())
+    session = container.session()
+    answer = runs(session, 2)
+    assert [(one.run, one.state) for one in answer.runs] == [("c", "running"), ("b", "lost")]
+    assert (answer.total, session.transport.round_trips) == (3, 1)
+    assert "restarted" in shown(render.runs_table(answer))
+
+
+# ---- wait --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("goal", "unit", "steps", "exit_", "code"),
+    [
+        ("started", alive(), 0, None, Exit.OK),
+        ("step", alive(), 1, None, Exit.OK),
+        ("finished", ABSENT, 3, ended("success", "exited", "0"), Exit.OK),
+        ("step", ABSENT, 0, ended("exit-code", "exited", "1"), Exit.RUN_FAILED),
+        ("finished", ABSENT, 3, ended("success", "killed", "TERM"), Exit.RUN_LOST),
+    ],
+)
+def test_wait_ends_with_the_runs_state_as_exit_code(
+    container: Container, goal: Any, unit: dict[str, str], steps: int, exit_: dict[str, Any] | None, code: Exit
+) -> None:
+    container.run("r1", unit, steps=steps, **({"exit": exit_} if exit_ else {}))
+    assert wait(container.session(), WaitOptions("r1", goal)).exit_code == code
+
+
+def test_wait_sees_the_first_step_come(container: Container) -> None:
+    folder = container.run("r1", alive(), steps=0)
+    session = container.session(polls=[lambda: None, lambda: container.write_steps(folder, 1)])
+    answer = wait(session, WaitOptions("r1", "step"))
+    assert (answer.reached, answer.status.state) == (True, "running")
+
+
+def test_wait_gives_up_at_its_timeout_and_says_not_finished(container: Container) -> None:
+    container.run("r1", alive())
+    answer = wait(container.session(), WaitOptions("r1", "finished", timeout=0.0))
+    assert (answer.reached, answer.exit_code) == (False, Exit.RUN_NOT_FINISHED)
+
+
+# ---- checkpoint --------------------------------------------------------------------------------------------
+
+TRAINER = """
+import os, pathlib, signal, sys, time
+folder = pathlib.Path(sys.argv[1]) / "checkpoints" / "step-00000007"
+def save(*_):
+    folder.mkdir(parents=True)
+    (folder / "manifest.json").write_text("{}")
+if sys.argv[2] == "listens":
+    signal.signal(signal.SIGUSR2, save)
+print("ready", flush=True)
+time.sleep(60)
+"""
+
+
+@pytest.fixture
+def trainer() -> Iterator[Callable[[Path, str], int]]:
+    children: list[subprocess.Popen[str]] = []
+
+    def start(folder: Path, manner: str) -> int:
+        argv = [sys.executable, "-c", TRAINER, str(folder), manner]
+        child = subprocess.Popen(argv, stdout=subprocess.PIPE, text=True)
+        children.append(child)
+        assert child.stdout is not None
+        child.stdout.readline()
+        return child.pid
+
+    yield start
+    for child in children:
+        child.kill()
+        child.wait()
+        assert child.stdout is not None
+        child.stdout.close()
+
+
+def test_checkpoint_returns_when_the_manifest_is_there(
+    container: Container, trainer: Callable[[Path, str], int]
+) -> None:
+    folder = container.run("r1", alive())
+    container.units["dflash-r1.service"] = alive(trainer(folder, "listens"))
+    answer = checkpoint(container.session(), "r1", 20)
+    assert answer.checkpoint.name == "step-00000007"
+
+
+def test_a_trainer_that_would_die_of_the_signal_is_not_sent_it(
+    container: Container, trainer: Callable[[Path, str], int]
+) -> None:
+    folder = container.run("r1", alive())
+    pid = trainer(folder, "is deaf")
+    container.units["dflash-r1.service"] = alive(pid)
+    with pytest.raises(RemoteRefusal, match="does not take requests yet") as caught:
+        checkpoint(container.session(), "r1", 20)
+    assert caught.value.code == Exit.TEMPORARY
+    os.kill(pid, 0)
+
+
+def test_another_incarnation_of_the_unit_is_not_sent_the_signal(
+    container: Container, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    container.run("r1", alive(InvocationID="f" * 32))
+    monkeypatch.setattr(remote_checkpoint.os, "kill", lambda pid, number: pytest.fail("a signal was sent"))
+    with pytest.raises(RemoteRefusal, match="started again"):
+        checkpoint(container.session(), "r1", 20)
+
+
+def test_a_run_that_ended_is_not_asked(container: Container) -> None:
+    container.run("r1", ABSENT)
+    with pytest.raises(RemoteRefusal, match="not running"):
+        checkpoint(container.session(), "r1", 20)
+
+
+# ---- drawing -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("values", "bars"),
+    [
+        ([], ""),
+        ([None, float("nan")], ""),
+        ([1.0], "▄"),
+        ([2.0, 2.0, 2.0], "▄▄▄"),
+        ([0.0, 1.0], "▁█"),
+        ([0.0, None, 7.0], "▁█"),
+        ([float(i) for i in range(8)], "▁▂▃▄▅▆▇█"),
+    ],
+)
+def test_a_sparkline_spans_from_the_smallest_to_the_largest(values: list[float | None], bars: str) -> None:
+    assert render.sparkline(values) == bars
+
+
+def test_a_long_series_is_drawn_in_the_width_that_there_is() -> None:
+    assert len(render.sparkline([float(i) for i in range(1000)], 24)) == 24
+
+
+@pytest.mark.parametrize(("value", "text"), [(940, "940"), (4321, "4.3k"), (123_456, "123k"), (1.2e6, "1.2M")])
+def test_counts_are_short(value: float, text: str) -> None:
+    assert render.count(value) == text
+
+
+def test_the_watch_view_ends_with_the_last_status(container: Container, capsys: pytest.CaptureFixture[str]) -> None:
+    container.run("r1", alive())
+    answer: Status = status(container.session(), "r1")
+    assert render.show_watch(iter([answer])) is answer
+    assert "r1  running" in capsys.readouterr().out
