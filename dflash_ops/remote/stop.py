@@ -102,7 +102,7 @@ def _gone(paths: RunPaths, seconds: float, channel: Channel) -> bool:
         waited = time.monotonic() - begin
         if waited >= seconds:
             return False
-        if waited - told >= 1:
+        if waited - told >= 5:
             told = waited
             channel.event(waited=round(waited))
         channel.pause(min(_POLL, max(0.01, seconds - waited)))

@@ -217,6 +217,7 @@ class SshHost:
             timer.daemon = True
             timer.start()
             connection.open()
+            self._refuse_revoked(where, entry, connection)
         except TransportError:
             raise
         except BadHostKeyException as error:
@@ -228,6 +229,16 @@ class SshHost:
                 timer.cancel()
         transport: paramiko.Transport = connection.transport
         transport.set_keepalive(KEEPALIVE)
+
+    def _refuse_revoked(self, where: str, entry: HostEntry, connection: Connection) -> None:
+        """Keys that a known_hosts file revokes; paramiko passes over these lines, whatever hosts they name."""
+        key = connection.client.get_transport().get_remote_server_key().get_base64()
+        for path in self._known_hosts(entry, connection.ssh_config):
+            if path.is_file():
+                for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+                    if line.startswith("@revoked ") and key in line.split():
+                        connection.client.close()
+                        raise NotPermitted(f"the host key of {where} is revoked", f"see the @revoked line in {path}")
 
     def _changed_key(
         self, name: str, entry: HostEntry, connection: Connection, error: BadHostKeyException

@@ -176,6 +176,13 @@ def test_a_changed_host_key_is_refused_with_the_exact_cure(server: Server, tmp_p
     assert f"ssh-keygen -f {known} -R '[127.0.0.1]:{server.port}'" in error.hint
 
 
+def test_a_revoked_host_key_is_refused_though_it_is_known(server: Server, tmp_path: Path) -> None:
+    known = tmp_path / "known"
+    kind, key = (server.folder / "host.pub").read_text().split()[:2]
+    known.write_text(f"{server.known_line}@revoked * {kind} {key}\n")
+    assert "revoked" in refusal(tmp_path, **server.entry(known_hosts=str(known))).message
+
+
 def test_trust_writes_what_was_accepted_and_ssh_reads_it(server: Server, tmp_path: Path) -> None:
     known = tmp_path / "new/known"
     known.parent.mkdir()
