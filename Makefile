@@ -22,7 +22,10 @@ $(VENV)/.ready: pyproject.toml constraints.txt requirements/no-deps.txt requirem
 	$(BIN)/python -m pip install --quiet --no-deps --upgrade --target .cache/judge --requirement requirements/judge.txt
 	touch $@
 
-test: setup lab-packages  ## every test, the lab's included
+demo: lab-packages setup  ## a drafter trained in a container, from launch to kill, explained by doing
+	@$(BIN)/python -m tests.lab.demo
+
+test: lab-packages setup  ## every test, the lab's included
 	@tests/lab/packages.sh $(TEST_PACKAGES)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist loadgroup $(PYTEST)
 
@@ -41,9 +44,12 @@ lock: setup  ## newest versions that pyproject.toml allows, into constraints.txt
 	mv constraints.new constraints.txt
 
 lab-packages:
+	@[ "$$(uname -s)" = Linux ] \
+		|| { echo "The lab needs Linux with LXC: run this in a Debian 12 virtual machine."; exit 1; }
+	@[ "$$(id -u)" = 0 ] || { echo "The lab needs root, for LXC and namespaces: sudo make $(MAKECMDGOALS)"; exit 1; }
 	@tests/lab/packages.sh $(LAB_PACKAGES)
 
-lab-up: setup lab-packages  ## the hands-on lab: sshd on 127.0.0.1:22022, container 200
+lab-up: lab-packages setup  ## the hands-on lab: sshd on 127.0.0.1:22022, container 200
 	@$(LAB) up
 
 lab-down:  ## takes the hands-on lab away, whatever state it is in

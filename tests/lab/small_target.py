@@ -17,8 +17,8 @@ from tests.lab.lab import REPOSITORY, SMALL_TARGET
 
 MODEL = REPOSITORY / ".cache" / "smollm2"
 CHATS = SMALL_TARGET / "chats.jsonl"
-ANSWERS = 48
-ANSWER_TOKENS = 160
+ANSWERS = 32
+ANSWER_TOKENS = 112
 CONFIG = f"""\
 target: {{path: {MODEL}, dtype: float32}}
 data: {{sources: [{CHATS}]}}
@@ -40,7 +40,7 @@ def prepare() -> Path:
             os.link(file, link)
             link.replace(placed)
     if not CHATS.exists():
-        print(f"small target: it writes {ANSWERS} answers to train on, about two minutes, once", flush=True)
+        print(f"small target: it writes {ANSWERS} answers to train on, a minute or two, once", flush=True)
         config = SMALL_TARGET / "regenerate.yaml"
         config.write_text(CONFIG)
         growing = SMALL_TARGET / "chats.partial.jsonl"
