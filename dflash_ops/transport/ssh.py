@@ -25,6 +25,7 @@ from typing import Any
 
 import paramiko
 from fabric import Config, Connection
+from paramiko.hostkeys import HostKeyEntry
 from paramiko.ssh_exception import BadHostKeyException
 
 from dflash_ops.inventory import HostEntry, Inventory
@@ -195,8 +196,7 @@ class SshHost:
             connection.connect_kwargs["timeout"] = entry.connect_timeout
         files = self._known_hosts(entry, found)
         for path in (*files, Path("/etc/ssh/ssh_known_hosts")):
-            if path.is_file():
-                connection.client.load_host_keys(str(path))
+            _load_known(connection.client, path)
         connection.client.set_missing_host_key_policy(_Strict(name, files[0], self._accept))
         return connection
 
@@ -354,6 +354,21 @@ class SshExchange:
         """Close the channel: the command's stdin ends, its output goes nowhere."""
         with contextlib.suppress(Exception):
             self._channel.close()
+
+
+def _load_known(client: paramiko.SSHClient, path: Path) -> None:
+    """Read a known_hosts file. paramiko's own reader stops at lines that it does not know, such as @revoked."""
+    try:
+        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return
+    for line in lines:
+        if line.strip() and not line.startswith(("#", "@")):
+            with contextlib.suppress(Exception):  # a damaged line makes its host unknown, no more
+                entry = HostKeyEntry.from_line(line.strip())
+                if entry is not None and entry.key is not None:
+                    for name in entry.hostnames or []:
+                        client.get_host_keys().add(name, entry.key.get_name(), entry.key)
 
 
 def _socket(host: str, port: int, timeout: float) -> socket.socket:

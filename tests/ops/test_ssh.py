@@ -183,6 +183,15 @@ def test_a_revoked_host_key_is_refused_though_it_is_known(server: Server, tmp_pa
     assert "revoked" in refusal(tmp_path, **server.entry(known_hosts=str(known))).message
 
 
+def test_hashed_names_are_found_and_damaged_lines_passed_over(server: Server, tmp_path: Path) -> None:
+    known = tmp_path / "known"
+    known.write_text(server.known_line)
+    subprocess.run(["ssh-keygen", "-H", "-f", str(known)], check=True, capture_output=True)
+    known.write_text(f"junk\nhost ssh-ed25519 !!!\n@cert-authority * ssh-rsa AAAA\n{known.read_text()}")
+    assert "127.0.0.1" not in known.read_text()
+    assert ask(open_host(tmp_path, main=server.entry(known_hosts=str(known))), tmp_path) == {"environments": []}
+
+
 def test_trust_writes_what_was_accepted_and_ssh_reads_it(server: Server, tmp_path: Path) -> None:
     known = tmp_path / "new/known"
     known.parent.mkdir()
