@@ -205,11 +205,14 @@ def tail_logs(
 
         try:
             ended = verb.tail(opened, verb.TailOptions(run, lines, follow, begin, pattern), sys.stdout)
+            sys.stdout.flush()
         except KeyboardInterrupt:
             sys.stdout.flush()
             opened.say("\ndetached: the run is not affected; `dflash tail-logs` looks again")
             return
-        sys.stdout.flush()
+        except BrokenPipeError:  # `| head` has enough; click would make it exit code 1
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            return
         if follow:
             opened.say(f"-- {render.verdict_line(ended)}")
 

@@ -76,7 +76,7 @@ def status(session: Session, run: str | None) -> Status:
     if run is not None:
         check_run_name(run)
     try:
-        reply = session.call("probe", {"run": run, "lines": LOG_LINES}, deadline=45)
+        reply = session.call("probe", {"run": run, "lines": LOG_LINES}, deadline=30)
     except TransportError as error:
         seen = last_seen(session.target_name, run)
         if seen is not None:

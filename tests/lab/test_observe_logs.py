@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.lab.conftest import Dflash
 from tests.lab.lab import Lab, wait_for
+from tests.lab.user import Dflash
 
 pytestmark = pytest.mark.lab
 
