@@ -25,7 +25,7 @@ from trainer.drafter.model import DFlashDrafter
 
 
 class DecodingError(ValueError):
-    """A target and drafter that cannot decode together; the message says why."""
+    """Tokens that cannot be chosen as asked; the message says why."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,14 +81,9 @@ class Writer:
     def __init__(self, target: Any, drafter: DFlashDrafter) -> None:
         """Take a transformers causal LM and a drafter made for it, both on the same device and in one precision.
 
-        Raises DecodingError when they do not fit.
+        Raises DrafterConfigError when they do not fit.
         """
-        config = drafter.config
-        last = target.config.get_text_config().num_hidden_layers - 1
-        if last in config.target_layer_ids:
-            raise DecodingError(
-                f"the drafter taps the target's last layer ({last}), which transformers shows only behind its norm"
-            )
+        drafter.config.check_target(target.config)
         self._target = target.eval()
         self._drafter = drafter.eval()
         self._embedding: Tensor = target.get_input_embeddings().weight

@@ -139,10 +139,6 @@ class Target:
             raise TargetError(f"{type(model).__name__} has no language-model head")
         if getattr(output, "bias", None) is not None:
             raise TargetError("the target's head has a bias, which a drafter's head cannot have")
-        self.logit_softcap: float | None = getattr(self.config, "final_logit_softcapping", None)
-        self.logit_multiplier: float = _logit_multiplier(self.config)
-        """The target multiplies its logits by this, before the soft-cap"""
-
         self._last_hidden = last_hidden
         if not last_hidden:
             # Layers behind the last tap are never run. Truncating is exact, frees their memory and traces cleanly,
@@ -157,8 +153,6 @@ class Target:
         self._taps: dict[int, Tensor] = {}
         for number in set(self.layer_ids):
             layers[number].register_forward_hook(self._tap(number))
-        self.embedding_scale = self._measure_embedding_scale(layers[0])
-        """The target multiplies token embeddings by this (Gemma); the drafter must do the same"""
         self.attention = self._choose_attention(attention)
         """How documents are kept apart: "varlen", "masked" or "unpacked" """
         self.capturable = self.attention == "varlen" and self._never_waits()
@@ -251,31 +245,6 @@ class Target:
             torch.tensor([*starts, starts[-1]], dtype=torch.int32, device=self.device),
             max(lengths),
         )
-
-    def _measure_embedding_scale(self, first_layer: nn.Module) -> float:
-        """What stands between the embedding table and the first layer, as a factor.
-
-        Families apply it in different places (Gemma in the embedding, Granite in the model), so it is read off.
-        """
-        seen: list[Tensor] = []
-        handle = first_layer.register_forward_pre_hook(
-            lambda _module, arguments, keywords: seen.append(arguments[0] if arguments else keywords["hidden_states"]),
-            with_kwargs=True,
-        )
-        inputs = self._probe(32)
-        try:
-            with torch.no_grad():
-                self._run(inputs)
-        finally:
-            handle.remove()
-        table, entered = self.embedding[inputs.input_ids[0]].double(), seen[0][0].double()
-        scale = float((table * entered).sum() / (table * table).sum())
-        if float((entered - scale * table).norm()) > 0.05 * float(entered.norm()):
-            _log.warning(
-                "the target adds something to its token embeddings; the drafter sees the plain embeddings without it"
-            )
-            return 1.0
-        return 1.0 if abs(scale - 1) < 1e-3 else scale
 
     def _choose_attention(self, wanted: str) -> str:
         """Set the fastest way that keeps documents apart on this machine."""
@@ -392,6 +361,14 @@ def load_tokenizer(config: TargetConfig) -> Any:
         raise TargetError(f"the tokenizer of {config.path} cannot be loaded: {reason}") from error
 
 
+def stop_tokens(model: Any, tokenizer: Any) -> frozenset[int]:
+    """The ids at which the target ends an answer, by its generation config or else its tokenizer; perhaps none."""
+    ids = model.generation_config.eos_token_id
+    if ids is None:
+        ids = tokenizer.eos_token_id
+    return frozenset([ids] if isinstance(ids, int) else ids or ())
+
+
 def _varlen_attention(
     module: nn.Module,
     query: Tensor,
@@ -448,15 +425,6 @@ def _decoder_layers(decoder: nn.Module, config: Any) -> nn.ModuleList:
     if len(lists) != 1:
         raise TargetError(f"{type(decoder).__name__} has no single list of {count} decoder layers to tap")
     return lists[0]
-
-
-def _logit_multiplier(config: Any) -> float:
-    """Cohere multiplies logits by `logit_scale`, Granite divides them by `logits_scaling`."""
-    if getattr(config, "logit_scale", None) is not None:
-        return float(config.logit_scale)
-    if getattr(config, "logits_scaling", None) is not None:
-        return 1.0 / float(config.logits_scaling)
-    return 1.0
 
 
 def _probe_tokens(vocab_size: int, count: int) -> Tensor:

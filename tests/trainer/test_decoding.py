@@ -10,6 +10,8 @@ import torch
 
 from tests.trainer.tiny_models import FAMILIES, PROMPT, VOCAB, drafter_for, official_twin, overfit, tiny_target
 from trainer.decoding import DecodingError, Limits, Sampling, Writer, reject
+from trainer.drafter.config import DrafterConfig, DrafterConfigError
+from trainer.drafter.model import DFlashDrafter
 
 # The official package passes the cache under its older name.
 pytestmark = pytest.mark.filterwarnings("ignore:`past_key_values` is deprecated")
@@ -118,7 +120,10 @@ def test_impossible_settings_are_refused_in_words() -> None:
     for values in ((-1.0, 1.0, 0), (1.0, 0.0, 0), (1.0, 1.5, 0), (1.0, 1.0, -1)):
         with pytest.raises(DecodingError, match="temperature"):
             Sampling(*values)
-    target = tiny_target("llama")
-    drafter = drafter_for(target, target_layer_ids=[1, 5])
-    with pytest.raises(DecodingError, match="last layer"):
-        Writer(target, drafter)
+
+
+def test_a_drafter_for_another_target_is_refused() -> None:
+    drafter = drafter_for(tiny_target("llama"))
+    other = DrafterConfig.from_json(drafter.config.to_json() | {"num_target_layers": 7})
+    with pytest.raises(DrafterConfigError, match="made for another target: its num_target_layers is 7"):
+        Writer(tiny_target("llama"), DFlashDrafter(other))

@@ -207,6 +207,8 @@ def test_mask_token_is_the_explicit_one_then_the_tokenizers_then_a_free_row_then
         choose_mask_token(None, Tokenizer(names[:-1]), 5, in_use=frozenset({2}))
     with pytest.raises(DrafterConfigError, match=r"set drafter\.mask_token_id"):
         choose_mask_token(None, None, 8)
+    with pytest.raises(DrafterConfigError, match=r"mask_token_id 1 is a token that the target's text begins or ends"):
+        choose_mask_token(1, Tokenizer(names), 8, in_use=frozenset({0, 1}))
 
 
 SIZES: dict[str, Any] = {
@@ -217,6 +219,23 @@ SIZES: dict[str, Any] = {
     "num_hidden_layers": 12,
     "vocab_size": 100,
 }
+
+
+def test_a_target_may_name_several_tokens_that_end_its_text() -> None:
+    """As Llama 3.1 does; none of them is taken for the mask, given or found."""
+    target = LlamaConfig(**SIZES, bos_token_id=0, eos_token_id=[1, 2])
+    names = [f"<|reserved_{i}|>" for i in range(100)]
+    config = DrafterConfig.from_section(DrafterSection(num_layers=2), target, Tokenizer(names))
+    assert config.mask_token_id == 3
+    for taken in (0, 1, 2):
+        with pytest.raises(DrafterConfigError, match=f"mask_token_id {taken} is a token"):
+            DrafterConfig.from_section(DrafterSection(num_layers=2, mask_token_id=taken), target)
+
+
+def test_the_last_layer_is_not_tapped_for_others_show_it_only_behind_its_norm() -> None:
+    section = DrafterSection(num_layers=2, mask_token_id=99, target_layer_ids=[1, 11])
+    with pytest.raises(DrafterConfigError, match=r"\[1, 11\] has the target's last layer.*name layers 0 to 10"):
+        DrafterConfig.from_section(section, Qwen3Config(**SIZES))
 
 
 def test_a_new_drafter_follows_its_target() -> None:
@@ -302,8 +321,12 @@ def test_training_continues_from_a_drafter_in_its_own_shape_only(folder: Path) -
     target = Qwen3Config(**SIZES)
     same = DrafterSection(init_from=folder, block_size=16)
     assert DrafterConfig.from_section(same, target) == DrafterConfig.read(folder)
-    with pytest.raises(DrafterConfigError, match=r"drafter\.block_size is 8"):
-        DrafterConfig.from_section(DrafterSection(init_from=folder, block_size=8), target)
+    repeated = same.model_copy(update={"num_layers": 2, "target_layer_ids": [1, 9], "full_attention_layers": [0, 1]})
+    assert DrafterConfig.from_section(repeated, target) == DrafterConfig.read(folder)
+    for change in ({"block_size": 8}, {"full_attention_layers": [1]}, {"target_layer_ids": [2, 9]}, {"num_layers": 3}):
+        (name,) = change
+        with pytest.raises(DrafterConfigError, match=rf"drafter\.{name} is .*; leave {name} out"):
+            DrafterConfig.from_section(DrafterSection(init_from=folder, **change), target)  # type: ignore[arg-type]
     with pytest.raises(DrafterConfigError, match="made for another target"):
         DrafterConfig.from_section(same, Qwen3Config(**SIZES | {"num_hidden_layers": 13}))
 

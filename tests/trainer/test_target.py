@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedConfig
 
-from trainer.config import TargetConfig
+from trainer.config import DrafterSection, TargetConfig
 from trainer.data import Documents, Row, RowShape, RowSource
+from trainer.drafter.config import DrafterConfig
 from trainer.target import Target, TargetError, TargetInputs, load_model
 
 VOCAB, HIDDEN = 97, 64
@@ -57,6 +58,36 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "cohere": {},
     "gpt2": {},
 }
+SCALED: dict[str, dict[str, Any]] = {
+    "gemma": {},
+    "gemma2": {"sliding_window": 8},
+    "gemma3_text": HYBRID,
+    "vaultgemma": {"sliding_window": 8},
+    "recurrent_gemma": {"lru_width": 64, "attention_window_size": 8, "block_types": ["recurrent", "attention"]},
+    "granite": {"embedding_multiplier": 12.0, "logits_scaling": 8.0},
+    "hyperclovax": {"embedding_multiplier": 3.0, "logits_scaling": 0.5},
+    "falcon_h1": {
+        "embedding_multiplier": 5.0,
+        "lm_head_multiplier": 0.25,
+        "mamba_d_ssm": 32,
+        "mamba_n_heads": 4,
+        "mamba_d_head": 8,
+        "mamba_d_state": 8,
+        "mamba_n_groups": 1,
+    },
+    "minicpm3": {
+        "scale_emb": 12,
+        "dim_model_base": 16,
+        "q_lora_rank": 16,
+        "kv_lora_rank": 16,
+        "qk_nope_head_dim": 8,
+        "qk_rope_head_dim": 8,
+        "v_head_dim": 16,
+    },
+    "cohere": {},
+    "cohere2": HYBRID,
+    "afmoe": HYBRID | {"mup_enabled": True, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
+}
 ONE_BY_ONE = {"qwen3_5_text", "qwen3_5_moe_text", "lfm2", "llama4_text"}
 TAPS = [0, 2]
 
@@ -68,6 +99,18 @@ def config_of(family: str) -> PreTrainedConfig:
 def build(config: PreTrainedConfig) -> Any:
     torch.manual_seed(0)
     return AutoModelForCausalLM.from_config(config).eval()
+
+
+def drafter_config(model: Any) -> DrafterConfig:
+    """A drafter's configuration for a target, by the rules alone."""
+    section = DrafterSection(num_layers=1, target_layer_ids=[0], mask_token_id=3)
+    return DrafterConfig.from_section(section, model.config)
+
+
+def drafter_logits(drafter: DrafterConfig, hidden: Tensor, head: Tensor) -> Tensor:
+    logits = hidden @ head.T * drafter.output_multiplier
+    cap = drafter.final_logit_softcapping
+    return logits if cap is None else torch.tanh(logits / cap) * cap
 
 
 @pytest.fixture(scope="module")
@@ -164,34 +207,37 @@ def test_last_hidden_gives_the_targets_own_logits(family: str, row: Row) -> None
     for document in documents_of(row):
         with torch.no_grad():
             logits[document.start] = model(row.input_ids[None, document], use_cache=False).logits[0]
+    drafter = drafter_config(model)
     target = Target(model, TAPS, "cpu", last_hidden=True)
     last = target.features(row).last_hidden
     assert last is not None
     for document in documents_of(row):
-        mine = last[document] @ target.head.T * target.logit_multiplier
-        if target.logit_softcap is not None:
-            mine = target.logit_softcap * torch.tanh(mine / target.logit_softcap)
+        mine = drafter_logits(drafter, last[document], target.head)
         torch.testing.assert_close(mine, logits[document.start], rtol=1e-3, atol=1e-3)
 
 
-@pytest.mark.parametrize(
-    ("family", "scale", "softcap", "multiplier"),
-    [
-        ("llama", 1.0, None, 1.0),
-        ("gemma", HIDDEN**0.5, None, 1.0),
-        ("gemma2", HIDDEN**0.5, 30.0, 1.0),
-        ("gemma3_text", HIDDEN**0.5, None, 1.0),
-        ("granite", 12.0, None, 0.125),
-        ("cohere", 1.0, None, 0.0625),
-    ],
-)
-def test_embedding_scale_softcap_and_logit_multiplier_are_read_off_the_target(
-    family: str, scale: float, softcap: float | None, multiplier: float
-) -> None:
-    target = Target(build(config_of(family)), TAPS, "cpu")
-    assert target.embedding_scale == pytest.approx(scale, rel=1e-5)
-    assert target.logit_softcap == softcap
-    assert target.logit_multiplier == multiplier
+@pytest.mark.parametrize("family", SCALED)
+def test_a_drafters_scaling_is_what_its_target_does_to_embeddings_and_logits(family: str) -> None:
+    """Measured on the target as it runs, for families write down the same thing under many names."""
+    if family not in CONFIG_MAPPING:
+        pytest.skip("this transformers does not have the family")
+    model = build(CONFIG_MAPPING[family](**COMMON | SCALED[family]))
+    drafter = drafter_config(model)
+    ids = torch.arange(3, 20)
+    entered: list[Tensor] = []
+    first = model.get_decoder().layers[0]
+    first.register_forward_pre_hook(
+        lambda _module, arguments, keywords: entered.append(arguments[0] if arguments else keywords["hidden_states"]),
+        with_kwargs=True,
+    )
+    with torch.no_grad():
+        last = model.get_decoder()(ids[None], use_cache=False).last_hidden_state[0]
+        logits = model(ids[None], use_cache=False).logits[0]
+    embedded = model.get_input_embeddings().weight[ids] * drafter.input_embedding_scale
+    torch.testing.assert_close(entered[0][0], embedded, rtol=1e-2, atol=1e-5)
+    mine = drafter_logits(drafter, last, model.get_output_embeddings().weight)
+    torch.testing.assert_close(mine, logits, rtol=1e-4, atol=1e-5)
+    assert (drafter.input_embedding_scale, drafter.output_multiplier, drafter.final_logit_softcapping) != (1, 1, None)
 
 
 @pytest.mark.parametrize("tied", [True, False])

@@ -283,7 +283,11 @@ class DrafterConfig:
         return config
 
     def check_target(self, target: PreTrainedConfig) -> None:
-        """Raise DrafterConfigError unless the drafter can borrow this target's embedding, head and features."""
+        """Raise DrafterConfigError unless the drafter can borrow this target's embedding, head and features.
+
+        Nor may it tap the last layer: whoever serves it reads what transformers calls the last hidden state, and that
+        is behind the final norm.
+        """
         text = target.get_text_config()
         for ours, theirs in (
             ("hidden_size", "hidden_size"),
@@ -295,6 +299,11 @@ class DrafterConfig:
                     f"the drafter was made for another target: its {ours} is {getattr(self, ours)}, "
                     f"the target's {theirs} is {getattr(text, theirs)}"
                 )
+        if (last := self.num_target_layers - 1) in self.target_layer_ids:
+            raise DrafterConfigError(
+                f"target_layer_ids {list(self.target_layer_ids)} has the target's last layer ({last}), which other "
+                f"programs show only behind the final norm; name layers 0 to {last - 1}"
+            )
 
 
 def build_target_layer_ids(num_target_layers: int, count: int) -> list[int]:
@@ -320,9 +329,15 @@ def choose_mask_token(
     """Return the embedding row that stands for a masked slot; it is frozen, so any row that text never uses will do.
 
     In this order: `explicit`; the tokenizer's own mask token; the first row that no token owns; a token whose name
-    says that it is reserved and which is not `in_use`. Raises DrafterConfigError when there is none.
+    says that it is reserved and which is not `in_use`. Raises DrafterConfigError when there is none, or when the
+    explicit one is in use.
     """
     if explicit is not None:
+        if explicit in in_use:
+            raise DrafterConfigError(
+                f"drafter.mask_token_id {explicit} is a token that the target's text begins or ends with; "
+                "name one that never occurs in text, or leave it out"
+            )
         return explicit
     if tokenizer is not None:
         vocabulary = tokenizer.get_vocab()
@@ -355,7 +370,8 @@ def _new_config(section: DrafterSection, text: PreTrainedConfig, tokenizer: _Tok
     heads = section.num_attention_heads or int(text.num_attention_heads)
     kv_heads = section.num_key_value_heads or int(getattr(text, "num_key_value_heads", None) or heads)
     scale, multiplier, softcap = _output_scaling(text)
-    in_use = {getattr(text, name, None) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
+    ends = [getattr(text, name, None) for name in ("bos_token_id", "eos_token_id")]  # Llama 3 has several of the latter
+    in_use = frozenset(i for ids in ends for i in (ids if isinstance(ids, list) else [ids]) if isinstance(i, int))
     return DrafterConfig(
         hidden_size=int(text.hidden_size),
         intermediate_size=section.intermediate_size or _intermediate_size(text),
@@ -367,12 +383,7 @@ def _new_config(section: DrafterSection, text: PreTrainedConfig, tokenizer: _Tok
         num_target_layers=target_layers,
         target_layer_ids=tuple(ids),
         block_size=section.block_size,
-        mask_token_id=choose_mask_token(
-            section.mask_token_id,
-            tokenizer,
-            int(text.vocab_size),
-            in_use=frozenset(i for i in in_use if isinstance(i, int)),
-        ),
+        mask_token_id=choose_mask_token(section.mask_token_id, tokenizer, int(text.vocab_size), in_use=in_use),
         layer_types=cast(tuple[LayerType, ...], layer_types),
         sliding_window=section.sliding_window,
         rope_parameters=_rope_for_target(text),
@@ -393,14 +404,19 @@ def _intermediate_size(text: PreTrainedConfig) -> int:
 
 def _output_scaling(text: PreTrainedConfig) -> tuple[float, float, float | None]:
     """Return what the target multiplies its embeddings by and its logits by, and the logits' soft-cap."""
-    scale = float(getattr(text, "embedding_multiplier", None) or 1.0)  # Granite
-    if str(text.model_type).startswith("gemma"):
+
+    def first(*names: str) -> float | None:
+        return next((float(value) for name in names if (value := getattr(text, name, None))), None)
+
+    scale = first("embedding_multiplier", "scale_emb") or 1.0  # Granite, Falcon H1, HyperCLOVA X; MiniCPM
+    if "gemma" in str(text.model_type) or getattr(text, "mup_enabled", False):  # the latter: Trinity
         scale = float(text.hidden_size) ** 0.5
-    multiplier = float(getattr(text, "logit_scale", None) or 1.0)  # Cohere
-    if divisor := getattr(text, "logits_scaling", None):  # Granite
-        multiplier = 1.0 / float(divisor)
-    softcap = getattr(text, "final_logit_softcapping", None)
-    return scale, multiplier, float(softcap) if softcap else None
+    multiplier = first("logit_scale", "lm_head_multiplier") or 1.0  # Cohere; Falcon H1
+    if (scaling := first("logits_scaling")) is not None:  # Granite divides by what HyperCLOVA X multiplies by
+        multiplier = scaling if text.model_type == "hyperclovax" else 1.0 / scaling
+    if (base := first("dim_model_base")) is not None:  # MiniCPM
+        multiplier = base / float(text.hidden_size)
+    return scale, multiplier, first("final_logit_softcapping", "logits_soft_cap")
 
 
 def _rope_for_target(text: PreTrainedConfig) -> dict[str, Any]:
@@ -460,11 +476,13 @@ def _refuse_other_families(data: Mapping[str, Any], nested: Mapping[str, Any]) -
 
 def _check_repeats(section: DrafterSection, config: DrafterConfig) -> None:
     """Refuse a section that asks for another shape than the drafter it continues from."""
-    names = {"num_layers": "num_hidden_layers"}
-    for name in section.model_fields_set - {"init_from", "full_attention_layers"}:
-        ours, theirs = getattr(section, name), getattr(config, names.get(name, name))
-        if isinstance(theirs, tuple):
-            theirs = list(theirs)
+    there: dict[str, Any] = {
+        "num_layers": config.num_hidden_layers,
+        "full_attention_layers": [i for i, kind in enumerate(config.layer_types) if kind == "full_attention"],
+        "target_layer_ids": list(config.target_layer_ids),
+    }
+    for name in section.model_fields_set - {"init_from"}:
+        ours, theirs = getattr(section, name), there[name] if name in there else getattr(config, name)
         if ours is not None and ours != theirs:
             raise DrafterConfigError(
                 f"drafter.{name} is {ours}, but the drafter in drafter.init_from has {theirs}; leave {name} out"
