@@ -7,8 +7,6 @@ repeats a default.
 from __future__ import annotations
 
 import difflib
-import os
-import tempfile
 import types
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -49,17 +47,22 @@ class DrafterSection(Section):
     num_layers: int = Field(5, ge=1, description="Decoder layers of the drafter")
     block_size: int = Field(16, ge=2, description="Tokens in a block: the anchor and block_size - 1 drafted ones")
     target_layer_ids: list[int] | None = Field(
-        None, description="Target layers whose outputs are tapped (0-based); default: the official even spread"
+        None,
+        min_length=1,
+        description="Target layers whose outputs are tapped (0-based); default: the official even spread",
     )
     mask_token_id: int | None = Field(
         None,
+        ge=0,
         description="Token id of a masked slot; default: the tokenizer's own, an unowned row, or a reserved one",
     )
-    intermediate_size: int | None = Field(None, description="MLP width; default: the target's")
-    num_attention_heads: int | None = Field(None, description="Query heads; default: the target's")
-    num_key_value_heads: int | None = Field(None, description="Key and value heads; default: the target's")
-    head_dim: int | None = Field(None, description="Width of a head; default: the target's")
-    sliding_window: int | None = Field(None, description="Window of the sliding layers in tokens; null: none slide")
+    intermediate_size: int | None = Field(None, ge=1, description="MLP width; default: the target's")
+    num_attention_heads: int | None = Field(None, ge=1, description="Query heads; default: the target's")
+    num_key_value_heads: int | None = Field(None, ge=1, description="Key and value heads; default: the target's")
+    head_dim: int | None = Field(None, ge=2, multiple_of=2, description="Width of a head; default: the target's")
+    sliding_window: int | None = Field(
+        None, ge=1, description="Window of the sliding layers in tokens; null: none slide"
+    )
     full_attention_layers: list[int] | None = Field(
         None, description="With a sliding window: layers that keep full attention; default: the last one"
     )
@@ -182,7 +185,7 @@ def load(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
         ConfigError: unreadable file, unknown key, missing or impossible value; says where and what to write instead.
     """
     try:
-        loader = yaml.SafeLoader(path.read_text())
+        loader = yaml.SafeLoader(path.read_text(encoding="utf-8"))
         root = loader.get_single_node()
         if root is not None:
             _refuse_duplicates(path, root)
@@ -193,6 +196,10 @@ def load(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
         mark = error.problem_mark or error.context_mark
         where = f"{path} line {mark.line + 1}" if mark else str(path)
         raise ConfigError(f"{where} is not YAML: {error.problem}") from error
+    except RecursionError as error:
+        raise ConfigError(f"{path} has an alias that holds itself") from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:  # bytes or characters that no text has
+        raise ConfigError(f"{path} is not YAML: {str(error).splitlines()[0]}") from error
     if root is None or not isinstance(values, dict):
         raise ConfigError(f"{path} must be a mapping with the sections {', '.join(RunConfig.model_fields)}")
     try:
@@ -226,15 +233,6 @@ def apply_overrides(values: dict[str, Any], overrides: Sequence[str]) -> dict[st
             section = section[key]
         section[keys[-1]] = value
     return result
-
-
-def save(config: RunConfig, path: Path) -> None:
-    """Write every value of a config, defaults too, as YAML that `load` reads back; the file appears whole."""
-    text = yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
-    descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-")
-    with os.fdopen(descriptor, "w") as file:
-        file.write(text)
-    Path(temporary).replace(path)
 
 
 def explain() -> str:
@@ -297,6 +295,8 @@ def _refuse_duplicates(path: Path, node: yaml.Node) -> None:
     if isinstance(node, yaml.MappingNode):
         seen: set[str] = set()
         for key, value in node.value:
+            if not isinstance(key, yaml.ScalarNode):
+                raise ConfigError(f"{path} line {key.start_mark.line + 1}: a key must be a plain word")
             if key.value in seen:
                 raise ConfigError(
                     f"{path} line {key.start_mark.line + 1}: {key.value} appears twice; delete one of them"
