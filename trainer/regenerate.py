@@ -4,12 +4,14 @@ A drafter learns to foresee its target, so it is trained on what the target itse
 holds the messages, for people, and the token ids exactly as they were read and written, for training: rendering the
 text again need not give the same tokens.
 
-The output grows line by line and can be continued: what is in it already is not written again.
+The output grows line by line and can be continued: what is in it already is not written again. Beside it stands its
+recipe, so that answers of other settings never mix into it.
 """
 
 from __future__ import annotations
 
 import argparse
+import fcntl
 import json
 import logging
 import os
@@ -21,10 +23,11 @@ from typing import Any, BinaryIO
 import torch
 
 from trainer.config import RunConfig, load
+from trainer.data.chat import RefusedChatError, read_template
 from trainer.data.documents import DataError
 from trainer.data.progress import progress
-from trainer.data.prompts import PACKAGES, Prompt, read_prompts
-from trainer.target import load_model, load_tokenizer
+from trainer.data.prompts import PACKAGES, Prompt, prompt_tokens, read_prompts
+from trainer.target import load_model, load_tokenizer, stop_tokens
 
 _log = logging.getLogger(__name__)
 
@@ -54,19 +57,22 @@ class _Conversation:
     """A prompt that is being answered, turn by turn."""
 
     prompt: Prompt
-    left: list[dict[str, Any]]
-    """Given messages that are not yet in `said`"""
+    turn: int = 0
+    """Turns of the prompt that are in `said`"""
     said: list[dict[str, Any]] = field(default_factory=list)
+    answered: int = 0
+    """Messages in `said` up to the last answer"""
     ids: list[int] = field(default_factory=list)
     mask: list[int] = field(default_factory=list)
     documents: list[dict[str, Any]] = field(default_factory=list)
 
-    def listen(self) -> None:
-        """Take up the given messages to the next user turn."""
-        while self.left:
-            self.said.append(self.left.pop(0))
-            if self.said[-1]["role"] == "user":
-                return
+    def listen(self) -> bool:
+        """Take up what is given before the next answer; False when there is nothing more to answer."""
+        if self.turn == len(self.prompt.turns):
+            return False
+        self.said += self.prompt.turns[self.turn]
+        self.turn += 1
+        return True
 
     def read(self, ids: list[int]) -> None:
         """The target was given these tokens; they mostly go on from what was said before."""
@@ -82,6 +88,7 @@ class _Conversation:
         self.ids += ids
         self.mask += [1] * len(ids)
         self.said.append({"role": "assistant", "content": text})
+        self.answered = len(self.said)
 
     def lines(self) -> bytes:
         """Records of the finished conversation."""
@@ -92,36 +99,42 @@ class _Conversation:
 
     def _close(self) -> None:
         if any(self.mask):
+            messages = self.said[: self.answered]
             self.documents.append(
-                {"id": self.prompt.id, "messages": list(self.said), "input_ids": self.ids, "loss_mask": self.mask}
+                {"id": self.prompt.id, "messages": messages, "input_ids": self.ids, "loss_mask": self.mask}
             )
 
 
 class _Output:
-    """The growing file; opening it drops what a killed process left half written."""
+    """The growing file, held by one process at a time; opening it drops what a killed one left half written."""
 
     def __init__(self, path: Path, recipe: dict[str, Any]) -> None:
-        note = path.with_name(path.name + ".recipe.json")
-        if note.exists() and json.loads(note.read_text()) != recipe:
-            raise DataError(f"{path} was written with other settings ({note.name}); choose another --output")
         path.parent.mkdir(parents=True, exist_ok=True)
-        note.write_text(json.dumps(recipe, indent=1))
+        _check_recipe(path, recipe)
         self.done: set[str] = set()
+        """Prompts whose answers are in the file"""
+        self._file: BinaryIO = path.open("a+b")
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise DataError(f"{path} is being written by another process") from None
+        self._file.truncate(self._read(path))
+
+    def _read(self, path: Path) -> int:
+        """Note what is there; returns where the last whole conversation ends."""
         whole = 0
-        if path.exists():
-            with path.open("rb") as file:
-                for line in file:
-                    try:
-                        record = json.loads(line) if line.endswith(b"\n") else None
-                    except ValueError:
-                        record = None
-                    if record is None:
-                        break
-                    if record["part"][0] == record["part"][1]:
-                        self.done.add(record["id"])
-                        whole = file.tell()
-        self._file: BinaryIO = path.open("ab")
-        self._file.truncate(whole)
+        self._file.seek(0)
+        for number, line in enumerate(self._file, 1):
+            try:
+                record = json.loads(line if line.endswith(b"\n") else b"")
+                part, parts = record["part"]
+                if part == parts:
+                    self.done.add(record["id"])
+                    whole = self._file.tell()
+            except (ValueError, KeyError, TypeError):
+                if self._file.read(1):
+                    raise DataError(f"{path} line {number} is damaged: delete it, and what follows it") from None
+        return whole
 
     def append(self, lines: bytes) -> None:
         """Write a conversation's records; they survive the death of this process."""
@@ -134,6 +147,22 @@ class _Output:
         self._file.close()
 
 
+def _check_recipe(path: Path, recipe: dict[str, Any]) -> None:
+    """Note the recipe beside a new output; refuse to add to one of another recipe, or to somebody else's file."""
+    note = path.with_name(path.name + ".recipe.json")
+    if note.exists():
+        old = json.loads(note.read_text(encoding="utf-8"))
+        changed = sorted(name for name in old.keys() | recipe.keys() if old.get(name) != recipe.get(name))
+        if changed:
+            raise DataError(f"{path} was written with another {', '.join(changed)}; choose another --output")
+    elif path.exists() and path.stat().st_size:
+        raise DataError(f"{path} holds something that this command did not write; choose another --output")
+    else:
+        unfinished = note.with_name(f".{note.name}.unfinished")
+        unfinished.write_text(json.dumps(recipe, indent=1) + "\n", encoding="utf-8")
+        unfinished.replace(note)
+
+
 def regenerate(
     config: RunConfig, sources: Sequence[str], output: Path, sampling: Sampling, *, batch_size: int, limit: int | None
 ) -> int:
@@ -143,13 +172,14 @@ def regenerate(
         DataError, TargetError: prompts or target cannot be used, or `output` belongs to other settings.
     """
     tokenizer = load_tokenizer(config.target)
-    template = config.data.chat_template.read_text() if config.data.chat_template is not None else None
-    variables = config.data.chat_template_kwargs
+    template, variables = read_template(config.data), config.data.chat_template_kwargs
     recipe = {
         "target": config.target.path,
-        "sampling": vars(sampling),
+        "gguf_file": config.target.gguf_file,
+        "dtype": config.target.dtype,
         "chat_template": template,
         "chat_template_kwargs": variables,
+        **vars(sampling),
     }
     prompts = {prompt.id: prompt for source in sources for prompt in read_prompts(source)}
     wanted = list(prompts.values())[:limit]
@@ -159,53 +189,56 @@ def regenerate(
     if not open_prompts:
         file.close()
         return 0
-    device = torch.device(config.pipeline.targets[0])
-    writer = _Writer(load_model(config.target, device), tokenizer, device, sampling)
-
-    def render(conversation: _Conversation) -> list[int]:
-        return list(
-            tokenizer.apply_chat_template(
-                conversation.said,
-                tools=list(conversation.prompt.tools) or None,
-                chat_template=template,
-                add_generation_prompt=True,
-                return_dict=True,
-                **variables,
-            )["input_ids"]
-        )
-
+    refused: list[str] = []
     too_long = written = 0
+
+    def tokens(conversation: _Conversation) -> list[int] | None:
+        """What the target reads before it answers; None when the chat template, or the length, forbids it."""
+        nonlocal too_long
+        nothing_said = conversation.answered == 0
+        try:
+            ids = prompt_tokens(tokenizer, conversation.said, conversation.prompt.tools, template, variables)
+        except RefusedChatError as error:
+            if nothing_said:
+                refused.append(str(error))
+            return None
+        if len(ids) <= sampling.max_prompt_tokens:
+            return ids
+        too_long += nothing_said
+        return None
+
     waiting: list[tuple[list[int], _Conversation]] = []
-    for prompt in open_prompts:
-        conversation = _Conversation(prompt, list(prompt.messages))
-        conversation.listen()
-        waiting.append((render(conversation), conversation))
-    # Long prompts first: memory runs out at once or never, and neighbours need little padding.
-    waiting.sort(key=lambda pair: (-len(pair[0]), pair[1].prompt.id))
     with progress("answering", len(open_prompts)) as advance:
+        for prompt in open_prompts:
+            conversation = _Conversation(prompt)
+            conversation.listen()
+            if (ids := tokens(conversation)) is not None:
+                waiting.append((ids, conversation))
+            else:
+                advance(1)
+        # Long prompts first: memory runs out at once or never, and neighbours need little padding.
+        waiting.sort(key=lambda pair: (-len(pair[0]), pair[1].prompt.id))
+        device = torch.device(config.pipeline.targets[0])
+        writer = _Writer(load_model(config.target, device), tokenizer, device, sampling)
         while waiting:
             batch, waiting = waiting[:batch_size], waiting[batch_size:]
-            fitting = [pair for pair in batch if len(pair[0]) <= sampling.max_prompt_tokens]
-            ended = [conversation for ids, conversation in batch if len(ids) > sampling.max_prompt_tokens]
             further: list[tuple[list[int], _Conversation]] = []
-            for (ids, conversation), (answer, text, complete) in zip(fitting, writer.answer(fitting), strict=True):
+            for (ids, conversation), (answer, text, complete) in zip(batch, writer.answer(batch), strict=True):
                 conversation.read(ids)
                 conversation.write(answer, text)
-                if complete and conversation.left:
-                    conversation.listen()
-                    further.append((render(conversation), conversation))
-                else:
-                    ended.append(conversation)
-            for conversation in ended:
-                lines = conversation.lines()
-                too_long += not lines
-                written += bool(lines)
-                file.append(lines)
-            advance(len(ended))
+                goes_on = complete and conversation.listen()
+                if goes_on and (more := tokens(conversation)) is not None:
+                    further.append((more, conversation))
+                    continue
+                file.append(conversation.lines())
+                written += 1
+                advance(1)
             waiting = further + waiting
     file.close()
     if too_long:
         _log.warning("%d prompts are longer than %d tokens and were left out", too_long, sampling.max_prompt_tokens)
+    if refused:
+        _log.warning("the chat template refused %d prompts, the first because %s", len(refused), refused[0])
     return written
 
 
@@ -214,14 +247,11 @@ class _Writer:
 
     def __init__(self, model: Any, tokenizer: Any, device: torch.device, sampling: Sampling) -> None:
         self._model, self._tokenizer, self._device, self._sampling = model, tokenizer, device, sampling
-        ends = model.generation_config.eos_token_id
-        self._ends = set(ends if isinstance(ends, list) else [ends if ends is not None else tokenizer.eos_token_id])
-        self._padding = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else min(self._ends)
+        self._ends = stop_tokens(model, tokenizer)
+        self._padding = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else 0  # masked: any id will do
 
     def answer(self, batch: list[tuple[list[int], _Conversation]]) -> Iterator[tuple[list[int], str, bool]]:
         """For each prompt: the answer's tokens with the one that ends it, its text, and whether it came to an end."""
-        if not batch:
-            return
         longest = max(len(ids) for ids, _ in batch)
         padded = [[self._padding] * (longest - len(ids)) + ids for ids, _ in batch]
         mask = [[0] * (longest - len(ids)) + [1] * len(ids) for ids, _ in batch]
@@ -253,7 +283,7 @@ def main(arguments: list[str] | None = None) -> int:
         nargs="+",
         required=True,
         metavar="SOURCE",
-        help=f"JSONL or Parquet files with prompt or messages, or {', '.join(PACKAGES)}",
+        help=f"JSONL or Parquet files with prompt, turns or messages, or {', '.join(PACKAGES)}",
     )
     parser.add_argument("--output", type=Path, required=True, help="JSONL file to write, a source for data.sources")
     parser.add_argument("--temperature", type=float, help="0: greedy; default: the target's generation config")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import gzip
 import json
 import logging
@@ -64,7 +65,12 @@ RECORDS: dict[str, tuple[dict[str, Any], str]] = {
         ANSWER,
     ),
     "parts": (
-        {"messages": [turn | {"content": [{"type": "text", "text": turn["content"]}]} for turn in CHAT]},
+        {
+            "messages": [
+                turn | {"content": [{"type": "text", "text": turn["content"]}, {"type": "text", "text": None}]}
+                for turn in CHAT
+            ]
+        },
         ANSWER,
     ),
     "text": ({"text": "Once upon a time."}, "Once upon a time."),
@@ -162,6 +168,19 @@ FAULTS: dict[str, tuple[str, str]] = {
         r"a.jsonl line 1: the content of a message must be text",
     ),
     "no mask": ('{"input_ids": [1, 2]}\n', r"a.jsonl line 1 needs a loss_mask as long as its input_ids"),
+    "ids that are no list": (
+        '{"input_ids": 5, "loss_mask": 5}\n',
+        r"a.jsonl line 1: input_ids must be a list of integers",
+    ),
+    "ids that are no numbers": (
+        '{"input_ids": [1, "a"], "loss_mask": [1, 1]}\n',
+        r"a.jsonl line 1: input_ids must be a list of integers",
+    ),
+    "a mask that is no list": (
+        '{"input_ids": [1, 2], "loss_mask": 1}\n',
+        r"a.jsonl line 1 needs a loss_mask as long as its input_ids",
+    ),
+    "half a character": ('{"text": "x \\uD83D y"}\n', r"a.jsonl line 1 holds half of a surrogate pair"),
     "foreign ids": (
         '{"input_ids": [1, 99999], "loss_mask": [1, 1]}\n',
         r"a.jsonl line 1 holds token ids outside the target's \d+",
@@ -176,9 +195,7 @@ def test_a_damaged_record_is_named_by_file_and_line(fault: str, tmp_path: Path, 
     path.write_text(text)
     with pytest.raises(DataError, match=message):
         open_documents(data(path), target)
-    assert [entry.suffix for entry in (tmp_path / ".dflash-cache").iterdir() if not entry.name.startswith(".")] == [
-        ".lock"
-    ]
+    assert [entry.suffix for entry in (tmp_path / ".dflash-cache").iterdir()] == [".lock"]
 
 
 def test_missing_unknown_and_damaged_files_are_one_sentence_each(tmp_path: Path, target: TargetConfig) -> None:
@@ -188,8 +205,37 @@ def test_missing_unknown_and_damaged_files_are_one_sentence_each(tmp_path: Path,
     with pytest.raises(DataError, match=r"a.txt must end in .jsonl, .jsonl.gz or .parquet"):
         open_documents(data(tmp_path / "a.txt"), target)
     (tmp_path / "a.parquet").write_text("x")
-    with pytest.raises(DataError, match=r"a.parquet is not Parquet"):
+    with pytest.raises(DataError, match=r"source .*a.parquet is damaged: "):
         open_documents(data(tmp_path / "a.parquet"), target)
+    packed = gzip.compress(json.dumps({"text": "Once upon a time. " * 500}).encode() + b"\n")
+    for damaged in (packed[:-20], packed[:40] + b"\0\0\0" + packed[43:], b"no gzip at all"):
+        (tmp_path / "a.jsonl.gz").write_bytes(damaged)
+        with pytest.raises(DataError, match=r"source .*a.jsonl.gz is damaged: ") as caught:
+            open_documents(data(tmp_path / "a.jsonl.gz"), target)
+        assert "\n" not in str(caught.value)
+    (tmp_path / "folder.jsonl").mkdir()
+    with pytest.raises(DataError, match=r"source .*folder.jsonl cannot be read: Is a directory"):
+        open_documents(data(tmp_path / "folder.jsonl"), target)
+
+
+def test_a_build_that_fails_leaves_no_half_of_itself_and_blames_whom_it_should(
+    tmp_path: Path, target: TargetConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = jsonl(tmp_path / "a.jsonl", [{"text": "Once upon a time."}])
+
+    def full(*_: Any, **__: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(dataset.DocumentWriter, "add", full)
+        with pytest.raises(DataError, match=r"cannot be written to .*: No space left on device; set data.cache_dir"):
+            open_documents(data(path), target)
+    cache = tmp_path / ".dflash-cache"
+    assert [entry.suffix for entry in cache.iterdir()] == [".lock"]
+    (tmp_path / "a.jsonl").write_text('{"text": "fine"}\nnot JSON\n')
+    with pytest.raises(DataError, match=r"a.jsonl line 2 is not JSON"):
+        open_documents(data(path), target)
+    assert {entry.suffix for entry in cache.iterdir()} == {".lock"}
 
 
 def test_an_empty_source_is_one_sentence(tmp_path: Path, target: TargetConfig) -> None:

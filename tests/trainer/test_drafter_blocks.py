@@ -41,15 +41,15 @@ def row_of(lengths: list[int], anchors: list[int], padded: int, block_size: int,
 
 
 @st.composite
-def rows(draw: st.DrawFn, max_total: int = 60, max_anchors: int = 8) -> tuple[Blocks, int, list[int]]:
-    """A row, its length and the document lengths."""
+def rows(draw: st.DrawFn, max_total: int = 60, max_anchors: int = 8) -> tuple[Blocks, int, list[int], Tensor]:
+    """A row, its length, the document lengths and the supervised tokens."""
     lengths = draw(st.lists(st.integers(1, max_total // 3), min_size=1, max_size=6))
     total = sum(lengths)
     anchors = sorted(draw(st.sets(st.integers(0, total - 1), max_size=max_anchors)))
     padded = draw(st.integers(0 if anchors else 1, 3))
     block_size = draw(st.integers(2, 10))
     supervised = torch.tensor(draw(st.lists(st.booleans(), min_size=total, max_size=total)))
-    return row_of(lengths, anchors, padded, block_size, supervised), total, lengths
+    return row_of(lengths, anchors, padded, block_size, supervised), total, lengths, supervised
 
 
 def rule(blocks: Blocks, lengths: list[int], kind: AttentionKind) -> Tensor:
@@ -76,9 +76,9 @@ def rule(blocks: Blocks, lengths: list[int], kind: AttentionKind) -> Tensor:
 @given(drawn=rows())
 @settings(deadline=None, max_examples=40)
 def test_dense_mask_is_the_rule_for_any_documents_windows_and_padded_anchors(
-    drawn: tuple[Blocks, int, list[int]], kind: AttentionKind
+    drawn: tuple[Blocks, int, list[int], Tensor], kind: AttentionKind
 ) -> None:
-    blocks, total, lengths = drawn
+    blocks, total, lengths, _ = drawn
     assert torch.equal(dense_mask(blocks, total, kind), rule(blocks, lengths, kind))
 
 
@@ -86,9 +86,9 @@ def test_dense_mask_is_the_rule_for_any_documents_windows_and_padded_anchors(
 @given(drawn=rows(max_total=600, max_anchors=60))
 @settings(deadline=None, max_examples=25)
 def test_flex_tiles_are_exactly_full_partial_or_absent(
-    drawn: tuple[Blocks, int, list[int]], kind: AttentionKind
+    drawn: tuple[Blocks, int, list[int], Tensor], kind: AttentionKind
 ) -> None:
-    blocks, total, _ = drawn
+    blocks, total, _, _ = drawn
     dense = dense_mask(blocks, total, kind)
     mask = flex_mask(blocks, total, kind)
     queries, keys = dense.shape
@@ -108,22 +108,21 @@ def test_flex_tiles_are_exactly_full_partial_or_absent(
 
 @given(drawn=rows())
 @settings(deadline=None, max_examples=60)
-def test_labels_never_leave_the_document_the_row_or_the_supervised_tokens(
-    drawn: tuple[Blocks, int, list[int]],
+def test_labels_are_the_supervised_tokens_behind_the_anchor_in_its_document_and_row(
+    drawn: tuple[Blocks, int, list[int], Tensor],
 ) -> None:
-    blocks, total, lengths = drawn
+    blocks, total, lengths, supervised = drawn
     document = [i for i, n in enumerate(lengths) for _ in range(n)]
     count, block_size = blocks.tokens.shape
     for block in range(count):
         anchor = int(blocks.anchors[block])
         assert blocks.tokens[block].tolist() == [anchor % 90] + [MASK_ID] * (block_size - 1)
         for slot in range(1, block_size):
-            counted = bool(blocks.label_mask[block, slot - 1])
-            if counted:
-                assert blocks.valid[block]
-                assert anchor + slot < total
-                assert document[anchor + slot] == document[anchor]
-                assert blocks.labels[block, slot - 1] == (anchor + slot) % 90
+            place = anchor + slot
+            inside = bool(blocks.valid[block]) and place < total and document[place] == document[anchor]
+            assert bool(blocks.label_mask[block, slot - 1]) == (inside and bool(supervised[place]))
+            if blocks.label_mask[block, slot - 1]:
+                assert blocks.labels[block, slot - 1] == place % 90
 
 
 def test_a_slot_counts_when_its_token_is_supervised_and_only_then() -> None:

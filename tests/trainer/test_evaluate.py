@@ -16,18 +16,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from tests.trainer.tiny_models import drafter_for, overfit, save_target, tiny_target
 from trainer import checkpoint
 from trainer.config import CheckpointConfig
+from trainer.data.prompts import Prompt
 from trainer.decoding import Generation, Limits, Sampling, Writer
 from trainer.drafter.released import find_drafter, write_drafter
-from trainer.evaluate import (
-    HUMAN_EVAL,
-    EvaluationError,
-    Prompt,
-    encode,
-    evaluate,
-    main,
-    read_prompts,
-    summarise,
-)
+from trainer.evaluate import EvaluationError, evaluate, main, summarise
 
 pytestmark = pytest.mark.filterwarnings("ignore:`past_key_values` is deprecated")
 
@@ -82,20 +74,27 @@ def test_measured_acceptance_is_what_the_official_package_measures_for_the_same_
     assert ours["acceptance_length"] > 1.5
 
 
-def test_a_run_directory_knows_its_target_and_sampling_follows_the_seed(
-    served: tuple[Path, Path, Path], tmp_path: Path
-) -> None:
-    target_folder, drafter_folder, prompts = served
+def trained(folder: Path, served: tuple[Path, Path, Path], **data: Any) -> Path:
+    """A run directory whose checkpoint is the served drafter."""
+    target = {"path": str(served[0]), "dtype": "float32"}
     checkpoint.save(
-        tmp_path / "checkpoints",
+        folder / "checkpoints",
         7,
-        model=load_file(drafter_folder / "model.safetensors"),
+        model=load_file(served[1] / "model.safetensors"),
         optimizer={"step": torch.zeros(1)},
-        drafter_config=json.loads((drafter_folder / "config.json").read_text()),
-        run={"config": {"target": {"path": str(target_folder), "dtype": "float32"}}},
+        drafter_config=json.loads((served[1] / "config.json").read_text()),
+        run={"config": {"target": target, "data": {"sources": ["answers.jsonl"], **data}}},
         metrics={},
         keep=CheckpointConfig(),
     )
+    return folder
+
+
+def test_a_run_directory_knows_its_target_and_sampling_follows_the_seed(
+    served: tuple[Path, Path, Path], tmp_path: Path
+) -> None:
+    prompts = served[2]
+    trained(tmp_path, served)
     outputs = []
     for name in ("a.json", "b.json"):
         words = [str(tmp_path), "--prompts", str(prompts), "--max-new-tokens", "12", "--device", "cpu"]
@@ -107,6 +106,40 @@ def test_a_run_directory_knows_its_target_and_sampling_follows_the_seed(
     assert outputs[0] == outputs[1]
 
 
+def test_a_run_is_evaluated_with_the_chat_template_and_variables_that_it_was_trained_with(
+    served: tuple[Path, Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    template = tmp_path / "template.jinja"
+    template.write_text("w{{ opening }} {{ messages[0].content }} w{{ closing }}")
+    trained(tmp_path, served, chat_template=str(template), chat_template_kwargs={"opening": 7, "closing": 8})
+    seen: list[list[int]] = []
+    plain = Writer.plain
+
+    def watched(self: Writer, prompt: Any, *rest: Any) -> Generation:
+        seen.append(list(prompt))
+        return plain(self, prompt, *rest)
+
+    monkeypatch.setattr(Writer, "plain", watched)
+    output = tmp_path / "evaluation.json"
+    words = [str(tmp_path), "--prompts", str(served[2]), "--max-prompts", "1", "--max-new-tokens", "2"]
+    words += ["--device", "cpu", "--output", str(output)]
+    assert main(words) == 0
+    assert seen[-1] == [7, 10, 11, 12, 8]
+    assert main([*words, "--template-option", "closing=9"]) == 0
+    assert seen[-1] == [7, 10, 11, 12, 9]
+    assert json.loads(output.read_text())["chat_template_kwargs"] == {"opening": 7, "closing": 9}
+
+
+def test_prompt_files_of_one_name_are_both_measured(served: tuple[Path, Path, Path], tmp_path: Path) -> None:
+    words = [str(served[1]), "--target", str(served[0]), "--dtype", "float32", "--device", "cpu"]
+    for number, folder in enumerate(("a", "b"), 1):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "questions.jsonl").write_text('{"prompt": "w10"}\n' * number)
+        words += ["--prompts", str(tmp_path / folder / "questions.jsonl")]
+    assert main([*words, "--max-new-tokens", "2", "--output", str(tmp_path / "evaluation.json")]) == 0
+    assert [found["answers"] for found in json.loads((tmp_path / "evaluation.json").read_text())["sets"]] == [1, 2]
+
+
 def test_exports_without_a_target_and_folders_without_a_drafter_are_refused(
     served: tuple[Path, Path, Path], tmp_path: Path
 ) -> None:
@@ -114,56 +147,6 @@ def test_exports_without_a_target_and_folders_without_a_drafter_are_refused(
         main([str(served[1]), "--device", "cpu"])
     with pytest.raises(checkpoint.CheckpointError, match="no checkpoint"):
         find_drafter(tmp_path)
-
-
-def test_human_eval_has_its_164_problems_in_the_official_wording() -> None:
-    prompts = read_prompts(HUMAN_EVAL)
-    assert len(prompts) == 164
-    assert prompts[0].turns[0].startswith("Write a solution to the following problem and make sure")
-    assert "def has_close_elements" in prompts[0].turns[0]
-    assert len(read_prompts(HUMAN_EVAL, 3)) == 3
-
-
-def test_a_line_is_a_prompt_turns_or_a_chat_whose_last_answer_is_left_out(tmp_path: Path) -> None:
-    chat = [
-        {"role": "system", "content": "s"},
-        {"role": "user", "content": "u"},
-        {"role": "assistant", "content": "known"},
-    ]
-    lines = [{"prompt": "p"}, {"turns": ["a", "b"]}, {"messages": chat, "source": "ignored"}]
-    path = tmp_path / "prompts.jsonl"
-    path.write_text("\n".join(json.dumps(line) for line in lines) + "\n\n")
-    assert read_prompts(str(path)) == [
-        Prompt((), ("p",)),
-        Prompt((), ("a", "b")),
-        Prompt(({"role": "system", "content": "s"},), ("u",)),
-    ]
-
-
-@pytest.mark.parametrize(
-    ("line", "says"),
-    [
-        ("{", "line 2"),
-        ("[1]", "not an object"),
-        ('{"text": "x"}', "needs prompt"),
-        ('{"messages": [{"role": "assistant", "content": "x"}]}', "no user message"),
-        ('{"messages": [{"role": "user", "content": 3}]}', "must be texts"),
-        ('{"turns": [1]}', "must be texts"),
-    ],
-)
-def test_a_bad_line_is_named_with_its_number_and_the_cure(tmp_path: Path, line: str, says: str) -> None:
-    path = tmp_path / "prompts.jsonl"
-    path.write_text('{"prompt": "fine"}\n' + line + "\n")
-    with pytest.raises(EvaluationError, match=says):
-        read_prompts(str(path))
-
-
-def test_missing_and_empty_prompt_files_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(EvaluationError, match="cannot be read"):
-        read_prompts(str(tmp_path / "none.jsonl"))
-    (tmp_path / "empty.jsonl").write_text("\n")
-    with pytest.raises(EvaluationError, match="holds no prompts"):
-        read_prompts(str(tmp_path / "empty.jsonl"))
 
 
 def test_later_turns_are_asked_behind_the_answers_before_them(served: tuple[Path, Path, Path]) -> None:
@@ -177,18 +160,12 @@ def test_later_turns_are_asked_behind_the_answers_before_them(served: tuple[Path
 
     writer = Recording(target, drafter_for(target))
     tokenizer = AutoTokenizer.from_pretrained(served[0])
-    prompts = [Prompt((), ("w10 w11", "w12"))]
+    prompts = [Prompt("id", tuple(({"role": "user", "content": text},) for text in ("w10 w11", "w12")))]
     result = evaluate(writer, tokenizer, prompts, "turns", limits=Limits(4), sampling=Sampling(), block_size=6)
     assert result.answers == 2
     first, second = seen[-2:]
     assert second[: len(first) - 1] == first[:-1]
     assert len(second) > len(first) + 2
-
-
-def test_a_tokenizer_without_a_chat_template_reads_the_plain_text(tmp_path: Path) -> None:
-    folder = save_target(tiny_target("llama"), tmp_path, chat=False)
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    assert encode(tokenizer, [{"role": "user", "content": "w10 w11"}], {}) == [10, 11]
 
 
 def test_summaries_average_over_answers_as_officially_and_survive_answers_without_a_pass() -> None:

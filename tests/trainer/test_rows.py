@@ -166,7 +166,7 @@ def test_every_candidate_position_becomes_an_anchor_equally_often() -> None:
     assert [drawn[n] / rows.total_rows for n in range(3)] == pytest.approx(expected, rel=0.03)
 
 
-@given(st.lists(st.integers(1, 100), max_size=200), st.integers(1, 12))
+@given(st.lists(st.integers(1, 100), max_size=200), st.one_of(st.integers(1, 12), st.just(1000)))
 @settings(max_examples=150, deadline=None)
 def test_the_layout_gives_every_document_a_place_and_overfills_no_row(lengths: list[int], most: int) -> None:
     descending = np.sort(np.asarray(lengths, np.int64))[::-1]
@@ -178,9 +178,8 @@ def test_the_layout_gives_every_document_a_place_and_overfills_no_row(lengths: l
         assert 0 < len(members) <= most
         fills.append(int(descending[members].sum()))
         assert fills[-1] <= 100
-    if most >= 100:
-        # Two rows that would fit into one would have been one.
-        assert all(first + second > 100 for first, second in zip(sorted(fills), sorted(fills)[1:], strict=False))
+    if most == 1000 and len(fills) > 1:
+        assert sum(sorted(fills)[:2]) > 100, "two rows that would fit into one would have been one"
 
 
 def test_packing_wastes_little_on_lengths_as_they_occur() -> None:

@@ -11,10 +11,12 @@ forward over the special token that ends the turn.
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
+from trainer.config import DataConfig
 from trainer.data.documents import Bool, DataError, Int32
 from trainer.data.sources import Chat
 
@@ -26,6 +28,42 @@ _GENERATION_TAG = re.compile(r"{%-?\s*generation\s*-?%}")
 
 class RefusedChatError(Exception):
     """The chat template cannot render a conversation."""
+
+
+def read_template(data: DataConfig) -> str | None:
+    """The chat template of a config; None: the tokenizer's own.
+
+    Raises:
+        DataError: the file cannot be read.
+    """
+    if data.chat_template is None:
+        return None
+    try:
+        return data.chat_template.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not text"
+        raise DataError(f"data.chat_template {data.chat_template} cannot be read: {reason}") from error
+
+
+def apply_template(
+    tokenizer: Any,
+    messages: Sequence[Mapping[str, Any]],
+    tools: Sequence[Any] | None,
+    template: str | None,
+    variables: Mapping[str, Any],
+    **options: Any,
+) -> Any:
+    """What the tokenizer's `apply_chat_template` returns with `options`.
+
+    Raises:
+        RefusedChatError: the template cannot render the conversation.
+    """
+    try:
+        return tokenizer.apply_chat_template(
+            list(messages), tools=list(tools or ()) or None, chat_template=template, **options, **variables
+        )
+    except Exception as error:  # templates are programs: they raise what they like
+        raise RefusedChatError(str(error).split("\n")[0]) from error
 
 
 class ChatEncoder:
@@ -124,12 +162,7 @@ class ChatEncoder:
         return str(self._apply(messages, tools, tokenize=False, add_generation_prompt=prompt))
 
     def _apply(self, messages: list[dict[str, Any]], tools: list[Any] | None, **options: Any) -> Any:
-        try:
-            return self._tokenizer.apply_chat_template(
-                messages, tools=tools, chat_template=self._template, **options, **self._variables
-            )
-        except Exception as error:  # templates are programs: they raise what they like
-            raise RefusedChatError(str(error).split("\n")[0]) from error
+        return apply_template(self._tokenizer, messages, tools, self._template, self._variables, **options)
 
     def _generation_prompt(self) -> str:
         """What the template puts before the assistant's answer when it is asked for one."""

@@ -7,7 +7,6 @@ under a lock beside its final place and renamed, so that a reader finds all of i
 from __future__ import annotations
 
 import fcntl
-import gzip
 import hashlib
 import json
 import logging
@@ -27,11 +26,11 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from trainer.config import DataConfig, TargetConfig
-from trainer.data.chat import ChatEncoder, RefusedChatError
+from trainer.data.chat import ChatEncoder, RefusedChatError, read_template
 from trainer.data.documents import Bool, DataError, Documents, DocumentWriter, Int32
 from trainer.data.progress import progress
 from trainer.data.rows import RowSource
-from trainer.data.sources import Text, Tokens, parse, read_fields
+from trainer.data.sources import Text, Tokens, count_records, parse, read_fields, readable
 from trainer.target import load_tokenizer
 
 _log = logging.getLogger(__name__)
@@ -66,11 +65,7 @@ class _Recipe:
 
     @classmethod
     def of(cls, data: DataConfig, target: TargetConfig) -> _Recipe:
-        try:
-            template = data.chat_template.read_text() if data.chat_template is not None else None
-        except OSError as error:
-            raise DataError(f"data.chat_template {data.chat_template} cannot be read: {error.strerror}") from error
-        return cls(target, template, tuple(sorted(data.chat_template_kwargs.items())))
+        return cls(target, read_template(data), tuple(sorted(data.chat_template_kwargs.items())))
 
 
 class _RecordEncoder:
@@ -156,11 +151,8 @@ def open_documents(data: DataConfig, target: TargetConfig) -> Documents:
     encoder = _RecordEncoder(recipe)
     max_length = data.max_document_length or data.sequence_length
     digest = hashlib.sha256(f"{_FORMAT} {max_length} {encoder.fingerprint()}".encode())
-    records = 0
     for source in data.sources:
-        contents, count = _survey(source)
-        digest.update(contents)
-        records += count
+        digest.update(_hash_of(source))
     content_hash = digest.hexdigest()[:32]
     cache = data.cache_dir or data.sources[0].resolve().parent / ".dflash-cache"
     folder = cache / content_hash
@@ -169,7 +161,7 @@ def open_documents(data: DataConfig, target: TargetConfig) -> Documents:
             cache.mkdir(parents=True, exist_ok=True)
             with _locked(cache / f"{content_hash}.lock"):
                 if not folder.is_dir():  # another process may have built it while this one waited
-                    _build(data.sources, recipe, max_length, records, folder, content_hash)
+                    _build(data.sources, recipe, max_length, folder, content_hash)
         except OSError as error:
             raise DataError(
                 f"the tokenised documents cannot be written to {cache}: {error.strerror}; set data.cache_dir"
@@ -177,38 +169,33 @@ def open_documents(data: DataConfig, target: TargetConfig) -> Documents:
     return Documents.open(folder)
 
 
-def _survey(source: Path) -> tuple[bytes, int]:
-    """Hash of a file's contents and about how many records it holds."""
-    if not source.is_file():
-        raise DataError(f"source {source} does not exist")
+def _hash_of(source: Path) -> bytes:
     digest = hashlib.sha256()
-    lines = 0
-    with source.open("rb") as file, progress(f"reading {source.name}", source.stat().st_size) as advance:
+    with (
+        readable(source),
+        source.open("rb") as file,
+        progress(f"reading {source.name}", os.fstat(file.fileno()).st_size) as advance,
+    ):
         while chunk := file.read(1 << 22):
             digest.update(chunk)
-            lines += chunk.count(b"\n")
             advance(len(chunk))
-    if source.suffix == ".parquet":
-        from pyarrow import ArrowInvalid
-        from pyarrow.parquet import read_metadata
-
-        try:
-            return digest.digest(), int(read_metadata(source).num_rows)
-        except ArrowInvalid as error:
-            raise DataError(f"{source} is not Parquet: {error}") from error
-    if source.suffix == ".gz":
-        with gzip.open(source) as unpacked:
-            return digest.digest(), sum(1 for _ in unpacked)
-    return digest.digest(), lines
+    return digest.digest()
 
 
-def _build(
-    sources: list[Path], recipe: _Recipe, max_length: int, records: int, folder: Path, content_hash: str
-) -> None:
+def _build(sources: list[Path], recipe: _Recipe, max_length: int, folder: Path, content_hash: str) -> None:
     """Tokenise the sources into `folder`; the caller holds the lock."""
     building = folder.with_name(f".building-{folder.name}")
     shutil.rmtree(building, ignore_errors=True)  # of a process that was killed
-    writer = DocumentWriter(building, max_length)
+    try:
+        _tokenise(sources, recipe, DocumentWriter(building, max_length), content_hash)
+        building.rename(folder)
+    finally:
+        shutil.rmtree(building, ignore_errors=True)
+
+
+def _tokenise(sources: list[Path], recipe: _Recipe, writer: DocumentWriter, content_hash: str) -> None:
+    """Every record of the sources through the encoder into the writer, and what became of them into the log."""
+    records = sum(map(count_records, sources))
     complaints: dict[str, str] = {}
     with progress("tokenising", records) as advance:
         for batch in _encode_all(chain.from_iterable(map(read_fields, sources)), recipe, records):
@@ -227,7 +214,6 @@ def _build(
             statistics.untellable,
             complaints["untellable"],
         )
-    building.rename(folder)
 
 
 def _encode_all(records: Iterator[_Fields], recipe: _Recipe, count: int) -> Iterator[list[_Encoded]]:

