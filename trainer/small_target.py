@@ -25,7 +25,7 @@ _log = logging.getLogger(__name__)
 
 
 class SmallTargetError(Exception):
-    """The package that holds the weights is missing or unusable."""
+    """The small target cannot be made; the message says what to change."""
 
 
 def find_gguf() -> Path:
@@ -52,10 +52,15 @@ def convert(folder: Path, dtype: Precision = "float32") -> Path:
     """Write the target to `folder` and return it; a folder that already holds one is left as it is.
 
     The folder appears by one rename, so that it is either absent or complete.
+
+    Raises:
+        SmallTargetError: the package is not there, or the folder holds something else.
     """
     if (folder / "config.json").is_file():
         _log.info("%s already holds a model", folder)
         return folder
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise SmallTargetError(f"{folder} holds something else; choose another folder")
     source = find_gguf()
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer

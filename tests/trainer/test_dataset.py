@@ -133,6 +133,10 @@ def test_what_became_of_the_records_is_counted_and_said(
     assert "2 of 5 records can be trained on" in caplog.text
     assert "in 1 records the chat template does not show what the assistant wrote" in caplog.text
     assert "a.jsonl line 3" in caplog.text
+    caplog.clear()
+    with caplog.at_level(logging.INFO):
+        open_rows(data(path), target)  # from the cache
+    assert "of which the chat template refused 0; it hides an answer in 1; 1 were cut" in caplog.text
 
 
 def test_a_chat_that_the_template_refuses_is_counted_and_the_first_is_named(

@@ -16,11 +16,13 @@ from transformers import (
     GraniteConfig,
     LlamaConfig,
     PreTrainedConfig,
+    Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3MoeConfig,
 )
 
-from trainer.config import DrafterSection
+from trainer import config as config_module
+from trainer.config import DrafterSection, load
 from trainer.drafter.config import (
     AttentionKind,
     DrafterConfig,
@@ -245,6 +247,50 @@ def test_a_new_drafter_follows_its_target() -> None:
     assert (config.head_dim, config.num_key_value_heads, config.intermediate_size) == (32, 2, 160)
     assert config.rope_parameters == {"rope_type": "default", "rope_theta": 5e6}
     assert config.layer_types == ("full_attention", "full_attention")
+
+
+EXAMPLES: dict[str, tuple[PreTrainedConfig, dict[str, Any]]] = {
+    "qwen3-8b": (
+        Qwen3Config(
+            hidden_size=4096,
+            intermediate_size=12288,
+            num_attention_heads=32,
+            num_key_value_heads=8,
+            num_hidden_layers=36,
+            vocab_size=151936,
+            max_position_embeddings=40960,
+            rope_parameters={"rope_type": "default", "rope_theta": 1e6},
+        ),
+        QWEN3_8B,
+    ),
+    "qwen3.6-27b": (
+        Qwen3_5TextConfig(
+            hidden_size=5120,
+            intermediate_size=17408,
+            num_attention_heads=24,
+            num_key_value_heads=4,
+            head_dim=256,
+            num_hidden_layers=64,
+            vocab_size=248320,
+            max_position_embeddings=262144,
+            rope_parameters={
+                "rope_type": "default",
+                "rope_theta": 1e7,
+                "partial_rotary_factor": 0.25,
+                "mrope_section": [11, 11, 10],
+                "mrope_interleaved": True,
+            },
+        ),
+        QWEN36_27B,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_an_example_makes_the_drafter_that_was_released_for_its_target(name: str) -> None:
+    target, released = EXAMPLES[name]
+    section = load(Path(config_module.__file__).parent / "configs" / f"{name}.yaml").drafter
+    assert DrafterConfig.from_section(section, target) == DrafterConfig.from_json(released)
 
 
 def test_a_sliding_drafter_keeps_its_last_layer_full_unless_told_otherwise() -> None:

@@ -68,3 +68,11 @@ def test_a_missing_package_is_one_sentence_with_the_cure(tmp_path: Path, monkeyp
     ):
         main([str(tmp_path / "model")])
     assert not (tmp_path / "model").exists()
+
+
+def test_a_folder_that_holds_something_else_is_refused_before_the_work(tmp_path: Path) -> None:
+    (tmp_path / "precious").write_text("mine")
+    for place in (tmp_path, tmp_path / "precious"):
+        with pytest.raises(SmallTargetError, match=f"{place} holds something else; choose another folder"):
+            convert(place)
+    assert [entry.name for entry in tmp_path.iterdir()] == ["precious"]

@@ -152,6 +152,21 @@ def test_features_of_a_packed_row_are_those_of_each_document_alone(family: str, 
         torch.testing.assert_close(features.hidden[document], expected[document.start], rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("family", ["llama", "qwen3_5_text"])
+def test_features_of_a_target_in_half_precision_are_the_exact_ones_rounded(
+    family: str, dtype: torch.dtype, row: Row
+) -> None:
+    expected = alone(build(config_of(family)), row, TAPS)
+    features = Target(build(config_of(family)).to(dtype), TAPS, "cpu", last_hidden=True).features(row)
+    assert features.last_hidden is not None
+    assert features.hidden.dtype == features.last_hidden.dtype == dtype
+    for document in documents_of(row):
+        right = expected[document.start]
+        errors = (features.hidden[document].float() - right).norm(dim=-1) / right.norm(dim=-1)
+        assert float(errors.median()) < 0.05
+
+
 @pytest.mark.parametrize("family", sorted(ONE_BY_ONE))
 def test_a_target_that_carries_state_or_chunks_along_the_row_is_run_document_by_document(family: str) -> None:
     assert not Target(build(config_of(family)), TAPS, "cpu").packed

@@ -35,7 +35,7 @@ from trainer.target import load_tokenizer
 
 _log = logging.getLogger(__name__)
 
-_FORMAT = 1
+_FORMAT = 2
 """To be raised when the same sources shall give other documents than before"""
 
 _BATCH = 256
@@ -130,13 +130,15 @@ def open_rows(data: DataConfig, target: TargetConfig) -> RowSource:
     )
     found = documents.statistics
     _log.info(
-        "%d of %d records can be trained on: %d tokens, %d supervised; %d have no anchor position; %d were cut "
-        "(%d tokens lost); %d rows an epoch, %.1f %% full",
+        "%d of %d records can be trained on: %d tokens, %d supervised; %d have no anchor position, of which the chat "
+        "template refused %d; it hides an answer in %d; %d were cut (%d tokens lost); %d rows an epoch, %.1f %% full",
         found.documents,
         found.records,
         found.tokens,
         found.supervised,
         found.unanchored,
+        found.refused,
+        found.untellable,
         found.cut,
         found.cut_tokens,
         rows.rows_per_epoch,

@@ -46,8 +46,6 @@ class Statistics:
     """Tokens of the documents kept"""
     supervised: int = 0
     """Of these, tokens under the loss"""
-    candidates: int = 0
-    """Of these, positions that may be anchors"""
     cut_tokens: int = 0
     """Tokens lost by cutting"""
 
@@ -208,6 +206,5 @@ class _Selection:
             cut=self._cut,
             tokens=sum(self.lengths),
             supervised=self._supervised,
-            candidates=sum(self._candidates),
             cut_tokens=self._cut_tokens,
         )

@@ -17,15 +17,15 @@ _SECONDS_BETWEEN_LINES = 10.0
 
 
 @contextmanager
-def progress(label: str, total: int, done: int = 0) -> Iterator[Callable[[int], None]]:
-    """Yield a function that is told how many of `total` units were just finished; `done` were already."""
+def progress(label: str, total: int) -> Iterator[Callable[[int], None]]:
+    """Yield a function that is told how many of `total` units were just finished."""
     if sys.stderr.isatty():
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
         with Progress(*columns, TimeElapsedColumn(), TimeRemainingColumn(), console=Console(stderr=True)) as bar:
-            task = bar.add_task(label, total=total, completed=done)
+            task = bar.add_task(label, total=total)
             yield lambda count: bar.advance(task, count)
         return
-    spoken = time.monotonic()
+    done, spoken = 0, time.monotonic()
 
     def advance(count: int) -> None:
         nonlocal done, spoken
