@@ -22,8 +22,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
-from tests.lab.conftest import Dflash, clean, inventory_for
 from tests.lab.lab import Lab, why_not
+from tests.lab.user import Dflash, clean, inventory_for
 
 PCT_SECONDS = 0.8
 ROOT = "/var/lib/dflash-bench"

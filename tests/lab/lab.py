@@ -26,6 +26,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
+from tests.lab.network import FarAway, far_away
 from tests.lab.rootfs import cached_tarball
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -347,6 +348,11 @@ class Lab:
         }
         words = [word for key, value in options.items() for word in ("-o", f"{key}={value}")]
         return ["ssh", "-F", "none", "-T", "-p", str(self.port), *words, f"{user}@127.0.0.1"]
+
+    @functools.cached_property
+    def far_away(self) -> FarAway:
+        """A laptop on a cable that can be unplugged."""
+        return far_away(self)
 
     @contextlib.contextmanager
     def slow_pct(self, seconds: float) -> Iterator[None]:

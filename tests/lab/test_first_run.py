@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from tests.lab import faults
-from tests.lab.conftest import PYTHON, STAND_IN, Dflash
 from tests.lab.lab import Lab, wait_for
+from tests.lab.user import PYTHON, STAND_IN, Dflash
 
 pytestmark = pytest.mark.lab
 

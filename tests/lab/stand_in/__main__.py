@@ -1,13 +1,15 @@
 """A trainer for tests of the launcher: keeps the contract of the run directory and does what its configuration says.
 
-Keys of config.yaml, all optional: `steps` (null: for ever), `pause` seconds a step, `die` (import, first-step, exit,
-kill), `code` of the exit, `ignore_term`, `hang_at` (a step, after which nothing is said), `busy` (it computes there),
-`quiet` (no log line after the first), `text` to log, `lines` to log at once.
+Keys of config.yaml, all optional: `steps` (null: for ever), `pause` seconds a step, `save_every` steps and
+`checkpoint_bytes`, `slow_start` and `slow_stop` seconds, `die` (import, first-step, exit, kill), `code` of the exit,
+`ignore_term`, `hang_at` (a step, after which nothing is said), `busy` (it computes there), `quiet` (no log line after
+the first), `text` to log, `lines` to log at once.
 """
 
 import json
 import logging
 import os
+import shutil
 import signal
 import socket
 import sys
@@ -40,9 +42,11 @@ def checkpoint(step: int) -> None:
     folder = run_dir / "checkpoints" / f"step-{step:08d}"
     growing = folder.with_name(folder.name + ".tmp")
     growing.mkdir(parents=True, exist_ok=True)
-    (growing / "weights.bin").write_bytes(bytes([step % 256]) * 100_000)
+    (growing / "weights.bin").write_bytes(os.urandom(config.get("checkpoint_bytes", 100_000)))
     (growing / "manifest.json").write_text(json.dumps({"step": step}))
     growing.replace(folder)
+    for old in sorted(folder.parent.glob("step-????????"))[:-2]:
+        shutil.rmtree(old)
 
 
 def on_term(*_: object) -> None:
@@ -55,6 +59,7 @@ seen = {"argv": sys.argv, "config": config, "environment": dict(os.environ), "cw
 (run_dir / "seen.json").write_text(json.dumps(seen))
 if config.get("die") == "import":
     import no_such_module  # noqa: F401
+time.sleep(config.get("slow_start", 0))
 log.info("hello from %s", os.environ.get("DFLASH_RUN"))
 if "text" in config:
     log.info("%s", config["text"])
@@ -73,6 +78,8 @@ while not stop and (total is None or step < total):
     with (run_dir / "metrics.jsonl").open("a") as metrics:
         metrics.write(json.dumps(record) + "\n")
     notify(f"STATUS=step {step}/{total} loss {4.0 / step:.2f}\nWATCHDOG=1")
+    if step % config.get("save_every", 1 << 30) == 0:
+        checkpoint(step)
     if not config.get("quiet"):
         log.info("step %d loss %.3f", step, 4.0 / step)
     if step == config.get("hang_at"):
@@ -84,5 +91,6 @@ while not stop and (total is None or step < total):
 if config.get("die") == "exit":
     log.error("this is the end")
     sys.exit(config.get("code", 1))
+time.sleep(config.get("slow_stop", 0))
 checkpoint(step)
 log.info("done at step %d", step)
