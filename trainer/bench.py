@@ -382,10 +382,10 @@ def pipeline(options: argparse.Namespace) -> dict[str, Any]:
     targets, drafters = options.targets or [options.device], options.drafters or [options.device]
     colocated = bool(set(targets) & set(drafters)) and options.device != "cpu"
     idle_gil = GilProbe.of_idle_process()
-    with console.status("target alone"):
-        target_rate = target_alone(options, torch.device(targets[0]))
-    with console.status("drafter alone"):
-        drafter_rate = drafter_alone(options, torch.device(drafters[0]))
+    console.print("measuring one target alone")
+    target_rate = target_alone(options, torch.device(targets[0]))
+    console.print("measuring one drafter alone")
+    drafter_rate = drafter_alone(options, torch.device(drafters[0]))
     clock = _Clock(warm_up=5, measured=options.steps, profiled=options.profile_steps)
     compiled: list[dict[str, Any]] = []
     graphs_at_start = 0
@@ -395,14 +395,14 @@ def pipeline(options: argparse.Namespace) -> dict[str, Any]:
         compiled.extend(reports)
         graphs_at_start = compiled_graphs()
 
-    with console.status("pipeline"):
-        outcome: Outcome = Pipeline(
-            run_config(options, clock.steps),
-            drafter_config(options.shape),
-            row_source(options.shape, clock.steps * len(drafters)),
-            Hooks(on_step=clock.on_step, on_compiled=on_compiled),
-            load_target=lambda device: load_target(options.shape, device),
-        ).run()
+    console.print("measuring the pipeline")
+    outcome: Outcome = Pipeline(
+        run_config(options, clock.steps),
+        drafter_config(options.shape),
+        row_source(options.shape, clock.steps * len(drafters)),
+        Hooks(on_step=clock.on_step, on_compiled=on_compiled),
+        load_target=lambda device: load_target(options.shape, device),
+    ).run()
     rate = options.steps * len(drafters) / (clock.ended - clock.began)
     sides = {"targets": len(targets) * target_rate, "drafters": len(drafters) * drafter_rate}
     bound = min(sides.values())
@@ -473,8 +473,8 @@ def threads(options: argparse.Namespace) -> dict[str, Any]:
     rows, losses = [], {}
     for mode in modes:
         for count in (1, options.threads):
-            with console.status(f"{mode}, {count} threads"):
-                rate, milliseconds, losses[mode, count] = _threads_trial(options, device, mode, count)
+            console.print(f"measuring {mode}, {count} threads")
+            rate, milliseconds, losses[mode, count] = _threads_trial(options, device, mode, count)
             found[f"{mode}_{count}_rows_per_second"] = rate
             rows.append((mode, count, milliseconds, rate))
     table("drafters on one device", rows, "mode", "threads", "step ms", "rows/s, all threads")
@@ -599,8 +599,8 @@ def step(options: argparse.Namespace) -> dict[str, Any]:
             "compilation": report,
         }
 
-    with console.status("step"):
-        found: dict[str, Any] = in_worker_thread(device, work)
+    console.print("measuring one step")
+    found: dict[str, Any] = in_worker_thread(device, work)
     table(
         f"{options.preset}: {preset.length} tokens, {preset.anchors} anchors of {preset.block}, {options.mode}",
         [*found["milliseconds"].items(), ("step", found["step_milliseconds"])],
@@ -643,8 +643,8 @@ def first_step(options: argparse.Namespace) -> dict[str, Any]:
                 if (devices := getattr(options, name)) is not None:
                     command += [f"--{name}", *devices]
             start = time.time()
-            with console.status(f"{state} start"):
-                output = subprocess.run(command, stdout=subprocess.PIPE, check=True).stdout
+            console.print(f"{state} start")
+            output = subprocess.run(command, stdout=subprocess.PIPE, check=True).stdout
             made = json.loads(output.splitlines()[-1])
             found[state] = {"seconds": made["at"] - start, **made}
     table(

@@ -245,11 +245,12 @@ def test_the_cache_is_kept_by_shapes_and_software_and_survives_a_change_of_other
     # The sources that compiled code is made of, and no others, change the key.
     trainer = tmp_path / "trainer"
     (trainer / "drafter").mkdir(parents=True)
-    for name in ("step.py", "objective.py", "compilation.py", "telemetry.py", "drafter/model.py"):
+    for name in (*compilation.COMPILED_SOURCES, "telemetry.py", "drafter/released.py"):
         (trainer / name).write_text(name)
     monkeypatch.setattr(compilation, "__file__", str(trainer / "compilation.py"))
     before = compilation.compiled_source_hash()
     (trainer / "telemetry.py").write_text("changed")
+    (trainer / "drafter" / "released.py").write_text("changed")
     assert compilation.compiled_source_hash() == before
     (trainer / "drafter" / "model.py").write_text("changed")
     assert compilation.compiled_source_hash() != before

@@ -70,3 +70,18 @@ def balance(
     if speedup >= WORTH_SAYING:
         found["better_split"] = {"targets": best, "drafters": devices - best, "speedup": round(speedup, 2)}
     return found
+
+
+def describe(workers: dict[str, Any]) -> str:
+    """One line for the log: who was how busy, who held whom up, and which split would be faster."""
+    busy = ", ".join(
+        f"{name} {100 * found['busy']:.0f} %" for name, found in workers.items() if name not in ("balance", "queues")
+    )
+    found = workers["balance"]
+    text = f"busy: {busy}; bottleneck: {found['bottleneck']}"
+    if (better := found.get("better_split")) is not None:
+        text += (
+            f"; targets + drafters of {better['targets']} + {better['drafters']} on the same devices would be "
+            f"{better['speedup']} times as fast"
+        )
+    return text

@@ -24,7 +24,7 @@ from trainer.data.rows import RowSource
 from trainer.drafter.config import DrafterConfig
 from trainer.drafter.model import DFlashDrafter
 from trainer.pipeline.exchange import Group, PeerError
-from trainer.pipeline.plan import Plan, total_steps
+from trainer.pipeline.plan import Plan, describe, total_steps
 from trainer.pipeline.queues import Ring
 from trainer.pipeline.types import Hooks, Outcome, PipelineConfigError, PipelineError, StepReport, TrainState
 from trainer.pipeline.workers import (
@@ -118,7 +118,9 @@ class Pipeline:
             self._pass_on_reports(shared)
             group.leave()
             drafter = next(worker for worker in workers if isinstance(worker, DrafterWorker))
-            return Outcome(drafter.step, plan.total_steps, drafter.step < plan.total_steps, self._statistics.total())
+            total = self._statistics.total()
+            log.info("%s", describe(total))
+            return Outcome(drafter.step, plan.total_steps, drafter.step < plan.total_steps, total)
 
     # ---------------------------------------------------------------------------------------------------------- start
 
@@ -191,6 +193,20 @@ class Pipeline:
         shared.phase.close()
         state = {"cache_directory": str(cache.directory), "cache_bytes": cache.size()} if cache is not None else {}
         self._hooks.on_compiled([{**asdict(report), **state} for report in shared.phase.reports])
+        for report in shared.phase.reports:
+            log.info(
+                "%s on %s: %s, %d kernels, %d graph breaks, %d recompiles, cache %d hits %d misses, %.1f s%s",
+                report.worker,
+                report.device,
+                report.mode,
+                report.kernels,
+                report.graph_breaks,
+                report.recompiles,
+                report.cache_hits,
+                report.cache_misses,
+                report.seconds,
+                f" ({report.note})" if report.note else "",
+            )
         self._statistics.restart()
         shared.started.set()
 

@@ -205,9 +205,10 @@ def test_a_failure_while_compiling_ends_the_run_before_the_first_step(
 def test_the_first_cause_comes_first_and_what_it_brought_down_is_listed_after(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    first_done = threading.Event()
+    both_work, first_done = threading.Barrier(2), threading.Event()
 
     def deliver(self: TargetWorker, *arguments: Any) -> Any:
+        both_work.wait(30)
         if self.name == "target 1":
             raise Boom("the cause")
         assert first_done.wait(30)

@@ -42,8 +42,8 @@ def test_a_run_reports_every_step_and_hands_over_a_checkpoint_at_its_end() -> No
 
 
 def test_the_drafter_learns() -> None:
-    recorder, _ = tiny.train(tiny.run_config(optimizer={"max_steps": 60, "lr": 5e-3}))
-    assert sum(recorder.losses[-10:]) < 0.9 * sum(recorder.losses[:10])
+    recorder, _ = tiny.train(tiny.run_config(optimizer={"max_steps": 100, "lr": 5e-3}))
+    assert sum(recorder.losses[-10:]) < 0.93 * sum(recorder.losses[:10])
 
 
 def test_two_runs_and_any_number_of_targets_give_the_same_losses_to_the_last_bit() -> None:
@@ -267,6 +267,7 @@ def test_a_compiled_run_equals_an_eager_one_and_starts_from_a_warmed_cache(tmp_p
     compiled, _ = tiny.train(config)
     eager, _ = tiny.train(tiny.run_config(drafters=2))
     assert compiled.losses == pytest.approx(eager.losses, rel=1e-4)
+    assert len(list(tmp_path.iterdir())) == 1, "the trainer's sources changed while the test ran"
     drafters = [report for report in compiled.compiled if report["worker"].startswith("drafter")]
     assert len(drafters) == 2
     for report in drafters:

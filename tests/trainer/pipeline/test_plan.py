@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainer.pipeline.plan import Plan, balance, total_steps
+from trainer.pipeline.plan import Plan, balance, describe, total_steps
 
 
 @given(
@@ -54,3 +54,15 @@ def test_a_better_split_of_the_same_devices_is_proposed_with_what_it_brings() ->
     assert "better_split" not in balance(0.0, 1.0, 1.0, 2, 2, False)
     assert "better_split" not in balance(0.0, 1.0, 3.0, 2, 2, True)
     assert "better_split" not in balance(0.0, 1.0, 3.0, 1, 1, False)
+
+
+def test_the_last_line_of_a_run_says_who_was_busy_and_what_would_be_faster() -> None:
+    workers = {
+        "target 0": {"busy": 0.31},
+        "drafter 0": {"busy": 0.99},
+        "balance": balance(0.0, 1.0, 3.0, 2, 2, False),
+    }
+    assert describe(workers) == (
+        "busy: target 0 31 %, drafter 0 99 %; bottleneck: drafters; "
+        "targets + drafters of 1 + 3 on the same devices would be 1.5 times as fast"
+    )

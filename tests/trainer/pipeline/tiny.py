@@ -1,4 +1,4 @@
-"""A tiny run: a random two-layer Llama as target, random documents, a two-layer drafter. Importable by processes."""
+"""A tiny run: a random two-layer Llama as target, random documents, a one-layer drafter. Importable by processes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from trainer.pipeline.supervisor import Pipeline
 from trainer.pipeline.types import Hooks, Outcome, StepReport, TrainState
 from trainer.target import Target
 
-VOCABULARY, HIDDEN, LAYERS, BLOCK = 96, 32, 3, 4
+VOCABULARY, HIDDEN, LAYERS, BLOCK = 96, 32, 2, 4
 LENGTH, ANCHORS = 64, 8
 
 
@@ -43,16 +43,16 @@ def drafter_config() -> DrafterConfig:
     return DrafterConfig(
         hidden_size=HIDDEN,
         intermediate_size=64,
-        num_hidden_layers=2,
+        num_hidden_layers=1,
         num_attention_heads=4,
         num_key_value_heads=2,
         head_dim=8,
         vocab_size=VOCABULARY,
         num_target_layers=LAYERS,
-        target_layer_ids=(0, 2),
+        target_layer_ids=(0, 1),
         block_size=BLOCK,
         mask_token_id=3,
-        layer_types=("full_attention", "full_attention"),
+        layer_types=("full_attention",),
     )
 
 

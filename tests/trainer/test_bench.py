@@ -1,0 +1,46 @@
+"""The benchmarks run anywhere and say what they promise; how fast is for their readers."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from trainer import bench
+
+
+def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
+    assert bench.main([*arguments, "--preset", "tiny", "--device", "cpu", "--mode", "eager"]) == 0
+    found: dict[str, Any] = json.loads(capsys.readouterr().out.splitlines()[-1])
+    return found
+
+
+def test_the_pipeline_is_measured_beside_each_of_its_sides(capsys: pytest.CaptureFixture[str]) -> None:
+    found = run(capsys, "pipeline", "--steps", "3", "--targets", "cpu", "cpu")
+    slower = min(2 * found["target_alone_rows_per_second"], found["drafter_alone_rows_per_second"])
+    assert found["ratio"] == pytest.approx(found["pipeline_rows_per_second"] / slower)
+    assert found["recompiles_after_start"] == 0
+    assert {"target 0", "target 1", "drafter 0", "balance"} <= set(found["workers"])
+    assert found["gil_wait_us"]["pipeline"]["p99"] >= 0
+
+
+def test_threads_on_one_device_are_measured_against_one(capsys: pytest.CaptureFixture[str]) -> None:
+    found = run(capsys, "threads", "--steps", "2", "--threads", "2")
+    assert found["eager_1_rows_per_second"] > 0
+    assert found["eager_2_rows_per_second"] > 0
+
+
+def test_a_step_is_the_sum_of_its_pieces(capsys: pytest.CaptureFixture[str]) -> None:
+    found = run(capsys, "step", "--steps", "1", "--anchors", "16")
+    assert set(found["milliseconds"]) == {"load", "forward", "chunks", "backward", "update"}
+    assert found["step_milliseconds"] == pytest.approx(sum(found["milliseconds"].values()))
+    assert found["chunks"] == -(-found["valid_slots"] // 112)
+
+
+def test_the_first_step_is_timed_from_the_start_of_a_process_with_an_empty_and_a_full_cache(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    found = run(capsys, "first-step")
+    for state in ("cold", "warm"):
+        assert found[state]["seconds"] > found[state]["target_loaded"] > 0
