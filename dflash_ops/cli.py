@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable
+from gc import set_threshold
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn
 
 import typer
@@ -170,14 +172,18 @@ def status(
     if watch and json:
         raise UsageError("--watch draws a live view, --json prints one document", "use one of the two")
     with session(target, json=json) as opened:
-        from dflash_ops import render
         from dflash_ops import status as verb
 
+        def render() -> ModuleType:  # Rich, too, is imported while the container answers
+            from dflash_ops import render
+
+            return render
+
         if watch:
-            answer = render.show_watch(verb.watch(opened, run))
+            answer = render().show_watch(verb.watch(opened, run))
         else:
-            answer = verb.status(opened, run)
-            show(answer, json=json, render=render.show_status)
+            answer = verb.status(opened, run, None if json else render)
+            show(answer, json=json, render=lambda status: render().show_status(status))
         if exit_code:
             raise typer.Exit(answer.exit_code)
 
@@ -487,6 +493,9 @@ def _fail(error: DflashError) -> NoReturn:
 
 def main() -> None:
     """Entry point: the one place where errors end."""
+    # A command lives for a second or two. As Python comes, it would search all that was imported for garbage several
+    # times meanwhile, 25 ms each.
+    set_threshold(20_000)
     try:
         try:
             app(prog_name="dflash")

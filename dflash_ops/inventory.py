@@ -43,7 +43,7 @@ GpuIndices = Annotated[list[int], BeforeValidator(_expand_indices)]
 class Entry(BaseModel):
     """A part of the inventory: frozen, unknown keys refused."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, defer_build=True)
 
 
 class HostEntry(Entry):

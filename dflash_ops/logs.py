@@ -13,9 +13,9 @@ from typing import Any, TextIO
 from dflash_ops.errors import UsageError
 from dflash_ops.live import lasting
 from dflash_ops.probes.log import last_segment
+from dflash_ops.report import Status, describe
 from dflash_ops.run import check_run_name
 from dflash_ops.session import Session
-from dflash_ops.status import Status, describe
 from dflash_ops.text import decoded, visible
 from dflash_ops.transport.base import BadAnswer
 

@@ -37,8 +37,8 @@ if TYPE_CHECKING:
     from dflash_ops.diff import Comparison
     from dflash_ops.doctor import Diagnosis
     from dflash_ops.pull import Pulled
+    from dflash_ops.report import Status
     from dflash_ops.runs import Runs
-    from dflash_ops.status import Status
     from dflash_ops.wait import Waited
 
 _BARS = "▁▂▃▄▅▆▇█"

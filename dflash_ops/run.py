@@ -66,7 +66,7 @@ class RunPaths:
 class Record(BaseModel):
     """A JSON file of a run. Unknown fields are ignored: newer versions may add some."""
 
-    model_config = ConfigDict(frozen=True, extra="ignore")
+    model_config = ConfigDict(frozen=True, extra="ignore", defer_build=True)
 
 
 class GpuRoles(Record):

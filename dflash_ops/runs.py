@@ -8,9 +8,9 @@ from pydantic import Field
 
 from dflash_ops.document import Document
 from dflash_ops.probes.snapshot import read_snapshot
+from dflash_ops.report import Status, status_of
 from dflash_ops.seen import remember
 from dflash_ops.session import Session
-from dflash_ops.status import Status, status_of
 
 
 class Runs(Document):

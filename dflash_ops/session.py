@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -56,9 +56,10 @@ class Session:
         request: dict[str, Any] | None = None,
         payload: Iterable[bytes] | None = None,
         deadline: float = 60.0,
+        meanwhile: Callable[[], object] | None = None,
     ) -> Reply:
-        """Run a remote program to its result."""
-        return self.transport.run(Program(verb), {"root": self.root, **(request or {})}, payload, deadline)
+        """Run a remote program to its result; `meanwhile` is called while it runs."""
+        return self.transport.run(Program(verb), {"root": self.root, **(request or {})}, payload, deadline, meanwhile)
 
     def stream(
         self, verb: str, request: dict[str, Any] | None = None, deadline_between_frames: float = 30.0

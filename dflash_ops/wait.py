@@ -13,9 +13,10 @@ from dflash_ops.document import Document
 from dflash_ops.errors import DflashError, Exit
 from dflash_ops.live import lasting
 from dflash_ops.probes.log import LogFresh, LogSilent
+from dflash_ops.report import Status, describe
 from dflash_ops.run import check_run_name
 from dflash_ops.session import Session
-from dflash_ops.status import LOG_LINES, Status, describe
+from dflash_ops.status import LOG_LINES
 from dflash_ops.transport.base import TransportError
 
 Goal = Literal["started", "step", "finished"]

@@ -6,12 +6,12 @@ import contextlib
 import fcntl
 import glob
 import os
-import shutil
 import signal
 import subprocess
-import tempfile
 import time
 from typing import Any, Dict, Optional
+
+from dflash_ops.remote import common
 
 # All known to drivers from 450 on; an unknown field would void the whole answer.
 FIELDS = [
@@ -56,7 +56,8 @@ def kernel_driver() -> Optional[str]:
 
 
 def _query(lock_path: str, limit: float) -> Dict[str, Any]:
-    program = shutil.which("nvidia-smi")
+    found = (os.path.join(folder, "nvidia-smi") for folder in os.get_exec_path())
+    program = next((path for path in found if os.access(path, os.X_OK)), None)
     if program is None:
         return {"state": "missing"}
     lock = None
@@ -80,7 +81,7 @@ def _query(lock_path: str, limit: float) -> Dict[str, Any]:
 
 def _run(program: str, lock: Optional[int], limit: float) -> Dict[str, Any]:
     argv = [program, "--query-gpu=" + ",".join(FIELDS), "--format=csv,noheader,nounits"]
-    with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
+    with common.scratch() as out, common.scratch() as err:
         try:
             # The child shares our lock: a child that cannot be killed (a driver call in D state) keeps holding it
             # after we are gone, and the kernel lets go of it when the child ends.

@@ -8,7 +8,7 @@ itself refused, a `RemoteRefusal`.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
@@ -51,8 +51,12 @@ class Transport(Protocol):
         request: dict[str, Any],
         payload: Iterable[bytes] | None = None,
         deadline: float = 60.0,
+        meanwhile: Callable[[], object] | None = None,
     ) -> Reply:
-        """Run to the end within `deadline` seconds. `payload` follows the request on the program's stdin."""
+        """Run to the end within `deadline` seconds. `payload` follows the request on the program's stdin.
+
+        `meanwhile` is called once the program is on its way: importing what reads its answer then costs no time.
+        """
         ...
 
     def stream(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -39,8 +39,11 @@ class FakeTransport:
         request: dict[str, Any],
         payload: Iterable[bytes] | None = None,
         deadline: float = 60.0,
+        meanwhile: Callable[[], object] | None = None,
     ) -> Reply:
         """See Transport.run."""
+        if meanwhile is not None:
+            meanwhile()
         *events, last = list(self._answer(program, request, b"".join(payload or ())))
         return Reply(last.value, events)
 

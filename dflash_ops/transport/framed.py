@@ -34,11 +34,12 @@ class FramedTransport:
         request: dict[str, Any],
         payload: Iterable[bytes] | None = None,
         deadline: float = 60.0,
+        meanwhile: Callable[[], object] | None = None,
     ) -> Reply:
         """See Transport.run."""
         events: list[Frame] = []
         stdin = encode(program, request, deadline, payload)
-        for frame in self._frames(program, stdin, Deadline(deadline), renew=False):
+        for frame in self._frames(program, stdin, Deadline(deadline), renew=False, meanwhile=meanwhile):
             if frame.kind == "result":
                 return Reply(frame.value, events)
             events.append(frame)
@@ -55,11 +56,21 @@ class FramedTransport:
         """Close the host's connection."""
         self._host.close()
 
-    def _frames(self, program: Program, stdin: Iterator[bytes], deadline: Deadline, *, renew: bool) -> Iterator[Frame]:
+    def _frames(
+        self,
+        program: Program,
+        stdin: Iterator[bytes],
+        deadline: Deadline,
+        *,
+        renew: bool,
+        meanwhile: Callable[[], object] | None = None,
+    ) -> Iterator[Frame]:
         self.round_trips += 1
         exchange = self._host.exchange(self._command, stdin, deadline, keep_stdin=renew)
         decoder = FrameDecoder()
         try:
+            if meanwhile is not None:
+                meanwhile()
             for chunk in exchange:
                 for kind, value in decoder.feed(chunk):
                     if renew:

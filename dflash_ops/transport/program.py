@@ -38,7 +38,7 @@ def _bundle() -> bytes:
         if entry.name.endswith(".py") and entry.name not in ("__init__.py", "bootstrap.py"):
             sources[f"dflash_ops.remote.{entry.name[:-3]}"] = entry.read_text(encoding="utf-8")
     start = (folder / "bootstrap.py").read_text(encoding="utf-8")
-    return zlib.compress(f"{start}\nstart({sources!r}, request)\n".encode(), 6)
+    return zlib.compress(f"{start}\nstart({sources!r}, request)\n".encode(), 1)
 
 
 def encode(

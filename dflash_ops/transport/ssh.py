@@ -261,7 +261,9 @@ class SshHost:
         with _bounded(transport, self.label, deadline):
             channel = transport.open_session(timeout=max(0.1, deadline.remaining()))
             channel.exec_command(command)
-        return SshExchange(self.label, transport, channel, stdin, deadline, keep_stdin=keep_stdin)
+        exchange = SshExchange(self.label, transport, channel, stdin, deadline, keep_stdin=keep_stdin)
+        exchange.begin()
+        return exchange
 
     def close(self) -> None:
         """Close the connection and those of its jump hosts."""
@@ -293,6 +295,11 @@ class SshExchange:
         self._keep_stdin = keep_stdin
         self._pending = b""
         self._sending = True
+
+    def begin(self) -> None:
+        """Send the program at once, whenever the answer is read."""
+        while self._channel.send_ready() and self._send() and self._pending:
+            pass
 
     def __iter__(self) -> Iterator[bytes]:
         channel = self._channel
@@ -371,11 +378,27 @@ def _load_known(client: paramiko.SSHClient, path: Path) -> None:
                         client.get_host_keys().add(name, entry.key.get_name(), entry.key)
 
 
+class _Prompt(socket.socket):
+    """A socket that acknowledges what it has read at once.
+
+    sshd sends small packets in a row and, by Nagle's rule, holds each back until the one before is acknowledged, which
+    Linux by itself delays by 40 ms: twice while connecting. The kernel forgets the option, so each read renews it.
+    """
+
+    def recv(self, size: int, flags: int = 0) -> bytes:
+        """See socket.socket."""
+        data = super().recv(size, flags)
+        self.setsockopt(socket.IPPROTO_TCP, socket.TCP_QUICKACK, 1)
+        return data
+
+
 def _socket(host: str, port: int, timeout: float) -> socket.socket:
     connected = socket.create_connection((host, port), timeout)
     if hasattr(socket, "TCP_USER_TIMEOUT"):
         connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, DEAD_AFTER * 1000)
     connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    if hasattr(socket, "TCP_QUICKACK"):
+        return _Prompt(fileno=connected.detach())
     return connected
 
 

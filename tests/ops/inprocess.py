@@ -74,7 +74,10 @@ class InProcess:
         request: dict[str, Any],
         payload: Iterable[bytes] | None = None,
         deadline: float = 60.0,
+        meanwhile: Callable[[], object] | None = None,
     ) -> Reply:
+        if meanwhile is not None:
+            meanwhile()
         *events, last = self.stream(program, request)
         return Reply(last.value, events)
 

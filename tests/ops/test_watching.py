@@ -20,10 +20,11 @@ from dflash_ops.checkpoint import checkpoint
 from dflash_ops.errors import Exit, UsageError
 from dflash_ops.remote import checkpoint as remote_checkpoint
 from dflash_ops.remote import common
+from dflash_ops.report import Status
 from dflash_ops.runs import runs
 from dflash_ops.seen import last_seen
 from dflash_ops.session import Session
-from dflash_ops.status import Status, status, watch
+from dflash_ops.status import status, watch
 from dflash_ops.transport.base import BadAnswer, RemoteRefusal, Unreachable
 from dflash_ops.transport.fake import FakeTransport
 from dflash_ops.wait import WaitOptions, wait
