@@ -45,9 +45,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return int(module.main(words[1:]) or OK)
         options = _parser().parse_args(words)
         if options.command == "run":
+            from trainer.signals import Signals
+
+            signals = Signals()
             from trainer.run import run
 
-            return run(options.config, options.run_dir, options.set, options.resume_from)
+            return run(options.config, options.run_dir, options.set, options.resume_from, signals)
         return _config(options)
     except KeyboardInterrupt:
         return 130

@@ -1,9 +1,5 @@
 """How does a configuration become a trained drafter? Load, resume, train, save; end with the first cause.
 
-Signals: SIGTERM and SIGINT let the step finish, save and exit 0 (before training begins there is nothing to save and
-the exit is at once); SIGUSR2 saves and goes on; SIGUSR1 writes the stack of every thread to the log, and so does
-SIGABRT, with which systemd's watchdog ends a stuck run.
-
 Where torchrun starts several processes, all run this and share the run directory: they resume from the same checkpoint,
 and the first one alone writes there.
 """
@@ -15,12 +11,9 @@ import faulthandler
 import json
 import logging
 import os
-import signal
 import sys
-import threading
 from collections.abc import Sequence
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import transformers
@@ -36,6 +29,7 @@ from trainer.notify import Notifier
 from trainer.optim import build_optimizer
 from trainer.pipeline.supervisor import Pipeline
 from trainer.pipeline.types import Hooks, PipelineError, StepReport, TrainState
+from trainer.signals import Signals
 from trainer.target import load_tokenizer
 from trainer.telemetry import Telemetry, pool, status_line
 
@@ -45,12 +39,11 @@ logger = logging.getLogger(__name__)
 SILENCE_SECONDS = 1800.0
 
 
-def run(config_path: Path, run_dir: Path, overrides: Sequence[str], resume_from: Path | None) -> int:
+def run(config_path: Path, run_dir: Path, overrides: Sequence[str], resume_from: Path | None, signals: Signals) -> int:
     """Train as the YAML file at `config_path` says, with `overrides` (`key=value`); returns the exit code.
 
     Goes on from the newest whole checkpoint of `run_dir`, else from `resume_from`, else begins.
     """
-    signals = Signals()
     notifier = Notifier()
     notifier.expect_silence(SILENCE_SECONDS)
     settings = config.load(config_path, overrides)
@@ -99,37 +92,6 @@ def run(config_path: Path, run_dir: Path, overrides: Sequence[str], resume_from:
     watch.close()
     logger.info("%s at step %d of %d", "stopped" if outcome.stopped else "finished", outcome.step, outcome.total_steps)
     return 0
-
-
-class Signals:
-    """What was asked of this process from outside, as flags that the pipeline polls."""
-
-    def __init__(self) -> None:
-        self.training = False
-        self.stop = threading.Event()
-        self._checkpoint = threading.Event()
-        faulthandler.enable()  # SIGABRT among others: every thread's stack goes to stderr, then the process dies
-        faulthandler.register(signal.SIGUSR1)
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, self._on_stop)
-        signal.signal(signal.SIGUSR2, lambda number, frame: self._checkpoint.set())
-
-    def take_checkpoint_request(self) -> bool:
-        """True once per request."""
-        if self._checkpoint.is_set():
-            self._checkpoint.clear()
-            return True
-        return False
-
-    def _on_stop(self, number: int, frame: FrameType | None) -> None:
-        name = signal.Signals(number).name
-        if not self.training:
-            logger.info("%s before training began: leaving", name)
-            sys.exit(0)
-        if number == signal.SIGINT and self.stop.is_set():
-            signal.default_int_handler(number, frame)  # the second Ctrl-C means it
-        logger.info("%s: finishing the step, then saving", name)
-        self.stop.set()
 
 
 class Watch:

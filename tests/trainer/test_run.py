@@ -247,6 +247,22 @@ def test_a_stop_before_training_leaves_nothing_and_ends_with_zero(tmp_path: Path
     assert not run.checkpoints or "stopped at step" in run.log  # it may just have begun
 
 
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGUSR2, 78), (signal.SIGTERM, 0)])
+def test_a_signal_while_torch_is_imported_does_not_kill(tmp_path: Path, number: int, code: int) -> None:
+    # An import hook sends the signal in the first moment of importing torch, which is when `run` needs it.
+    program = (
+        "import os, sys\n"
+        "class Hook:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        f"        if name == 'torch': sys.meta_path.remove(self); os.kill(os.getpid(), {int(number)})\n"
+        "sys.meta_path.insert(0, Hook())\n"
+        "from trainer.__main__ import main\n"
+        f"sys.exit(main(['run', {str(tmp_path / 'absent.yaml')!r}, '--run-dir', {str(tmp_path / 'run')!r}]))\n"
+    )
+    finished = python("-c", program)
+    assert finished.returncode == code, finished.stderr
+
+
 def test_an_abort_leaves_every_threads_stack_in_the_log(tmp_path: Path, config: Path) -> None:
     run = launch(config, tmp_path / "run", "--set", "optimizer.max_steps=6000")
     run.until(lambda: bool(run.steps))
@@ -297,7 +313,8 @@ def test_a_fault_in_a_worker_ends_the_run_with_its_traceback_and_a_checkpoint(
     run = launch(config, tmp_path / "run")
     run.until(lambda: len(run.steps) >= 3)
     for cached in path.parent.rglob("tokens.i32"):  # mapped by the run: from now on its rows hold nonsense
-        cached.write_bytes(b"\x7f" * cached.stat().st_size)
+        with cached.open("r+b") as file:  # in place: a mapped file that shrinks would be a SIGBUS
+            file.write(b"\x7f" * cached.stat().st_size)
     assert run.wait() == 1, run.log
     first = next(line for line in run.log.splitlines() if " ERROR " in line)
     assert first.endswith("ERROR target-0 target 0 failed"), run.log

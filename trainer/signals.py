@@ -1,0 +1,51 @@
+"""What was asked of a run from outside? Signals become flags that the pipeline polls.
+
+SIGTERM and SIGINT let the step finish, save and exit 0; before training begins there is nothing to save and the exit is
+at once. SIGUSR2 saves and goes on. SIGUSR1 writes the stack of every thread to the log, and so does SIGABRT, with which
+systemd's watchdog ends a stuck run.
+
+Imports nothing heavy: the handlers must stand before the seconds that importing torch takes, in which the default
+action of SIGUSR2 would end the process.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import logging
+import signal
+import sys
+import threading
+from types import FrameType
+
+logger = logging.getLogger(__name__)
+
+
+class Signals:
+    """Takes the process's signals when it is made; for the main thread."""
+
+    def __init__(self) -> None:
+        self.training = False
+        self.stop = threading.Event()
+        self._checkpoint = threading.Event()
+        faulthandler.enable()  # SIGABRT among others: every thread's stack goes to stderr, then the process dies
+        faulthandler.register(signal.SIGUSR1)
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self._on_stop)
+        signal.signal(signal.SIGUSR2, lambda number, frame: self._checkpoint.set())
+
+    def take_checkpoint_request(self) -> bool:
+        """True once per request."""
+        if self._checkpoint.is_set():
+            self._checkpoint.clear()
+            return True
+        return False
+
+    def _on_stop(self, number: int, frame: FrameType | None) -> None:
+        name = signal.Signals(number).name
+        if not self.training:
+            logger.info("%s before training began: leaving", name)
+            sys.exit(0)
+        if number == signal.SIGINT and self.stop.is_set():
+            signal.default_int_handler(number, frame)  # the second Ctrl-C means it
+        logger.info("%s: finishing the step, then saving", name)
+        self.stop.set()
