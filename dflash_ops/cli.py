@@ -1,6 +1,7 @@
-"""What can be typed: options in, a rendered answer out. No logic here, and nothing heavy imported at the top."""
+"""What can be typed: options in, a rendered answer out. No logic here, and nothing heavy imported at the top.
 
-from __future__ import annotations
+Annotations are evaluated here, not kept as text: Typer would compile those of every command each time.
+"""
 
 import os
 import sys
@@ -83,7 +84,7 @@ TargetOption = Annotated[
 JsonOption = Annotated[bool, typer.Option("--json", help="One JSON document on stdout, nothing else there")]
 
 
-def session(target: str | None, *, json: bool = False) -> Session:
+def session(target: str | None, *, json: bool = False) -> "Session":
     """The session of a verb, from the inventory that the options name."""
     from dflash_ops.inventory import load_inventory
     from dflash_ops.session import open_session
@@ -92,7 +93,7 @@ def session(target: str | None, *, json: bool = False) -> Session:
     return open_session(load_inventory(Common.inventory), target)
 
 
-def show(model: BaseModel, *, json: bool, render: Callable[[Any], None]) -> None:
+def show(model: "BaseModel", *, json: bool, render: Callable[[Any], None]) -> None:
     """Print an answer: the model as JSON, or as `render` shows it."""
     if json:
         print(model.model_dump_json(indent=2))
@@ -410,7 +411,7 @@ def trust(
 
     Common.json = json
 
-    def ask(key: UnknownKey) -> bool:
+    def ask(key: "UnknownKey") -> bool:
         print(f"{key.host} shows the key {key.kind} {key.fingerprint}", file=sys.stderr)
         if not yes:
             confirm("Is that its fingerprint (on the host: `ssh-keygen -lf /etc/ssh/ssh_host_ed25519_key.pub`)?")
