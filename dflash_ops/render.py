@@ -186,15 +186,15 @@ def progress_line(progress: Progress) -> Text:
 
 
 def _workers_line(progress: Progress) -> str:
-    """Occupancy or idle share of each worker, as the trainer reports them: whatever numbers it gives."""
-    parts = []
-    for name, value in progress.last.workers.items():
-        if isinstance(value, dict):
-            numbers = [f"{key} {float(item):.2g}" for key, item in value.items() if isinstance(item, int | float)]
-            parts.append(f"{name}: {' '.join(numbers)}")
-        elif isinstance(value, int | float):
-            parts.append(f"{name} {float(value):.2g}")
-    return ", ".join(parts)
+    """`target 0 98 % busy, drafter 0 44 %; bottleneck: targets`, as far as the trainer reports it."""
+    shares = [
+        f"{visible(name, 40)} {found['busy']:.0%}"
+        for name, found in progress.last.workers.items()
+        if isinstance(found, dict) and isinstance(found.get("busy"), int | float)
+    ]
+    balance = progress.last.workers.get("balance")
+    slower = balance.get("bottleneck") if isinstance(balance, dict) else None
+    return ", ".join(shares) + (f"; bottleneck: {visible(str(slower), 40)}" if slower else "")
 
 
 def status_view(status: Status, *, lines: int | None = None) -> RenderableType:
@@ -208,14 +208,15 @@ def status_view(status: Status, *, lines: int | None = None) -> RenderableType:
     table.add_column(style="dim")
     table.add_column(width=1)
     table.add_column(overflow="fold")
-    table.add_row("unit", mark(status.unit.answer), Text(unit_line(status.unit)))
-    table.add_row("log", mark(status.log.answer), Text(log_line(status.log)))
+    over = status.verdict.finished  # then a unit that is gone and a log that is silent are as they should be
+    table.add_row("unit", mark("none" if over else status.unit.answer), Text(unit_line(status.unit)))
+    table.add_row("log", mark("none" if over else status.log.answer), Text(log_line(status.log)))
     table.add_row("gpu", mark(status.gpu.answer), Text(gpu_line(status.gpu)))
     if status.progress is not None:
         table.add_row("step", "", progress_line(status.progress))
         workers = _workers_line(status.progress)
         if workers:
-            table.add_row("workers", "", Text(workers))
+            table.add_row("busy", "", Text(workers))
     if status.checkpoint is not None:
         since = age(status.now.epoch - status.checkpoint.time)
         table.add_row("saved", "", Text(f"{status.checkpoint.name}, {since} ago"))
@@ -276,7 +277,7 @@ def show_runs(answer: Runs) -> None:
         return
     screen.print(runs_table(answer))
     if answer.total > len(answer.runs):
-        screen.print(Text(f"{answer.total - len(answer.runs)} older ones are not shown (-n shows more)", style="dim"))
+        screen.print(Text(f"{answer.total - len(answer.runs)} older not shown (-n shows more)", style="dim"))
 
 
 def show_waited(answer: Waited) -> None:

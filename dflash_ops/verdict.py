@@ -284,7 +284,7 @@ def _alive(seen: Snapshot, unit: UnitRunning) -> Verdict:
         if isinstance(seen.log, LogFresh) and seen.log.size == 0 and seen.progress is None:
             return Starting(reason="no log line yet")
         return Running(reason=_running_reason(seen, unit))
-    if silent is None and isinstance(seen.log, LogUnknown):
+    if isinstance(seen.log, LogUnknown):  # a clock that jumped makes the metrics look old as well
         return Unknown(reason=seen.log.reason)
     what = "the log is gone" if isinstance(seen.log, LogGone) else f"no log line for {age(silent or 0)}"
     if seen.disk is not None and seen.disk.full:

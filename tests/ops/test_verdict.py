@@ -175,8 +175,9 @@ def test_silence_on_gpus_that_report_nothing_is_unknown() -> None:
 
 
 def test_a_clock_that_jumped_is_unknown_and_not_stalled() -> None:
-    seen = snapshot(log=LogUnknown(reason="the container's clock jumped"), progress=None)
-    assert judge(seen).state == "unknown"
+    jumped = LogUnknown(reason="the container's clock jumped")
+    for steps in (None, progress(age=3601)):  # metrics look an hour old as well
+        assert judge(snapshot(log=jumped, progress=steps, cpu=Cpu(used=0.0, over=1.0))).state == "unknown"
 
 
 def test_a_unit_that_somebody_started_again_is_not_taken_for_ours() -> None:

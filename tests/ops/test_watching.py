@@ -381,3 +381,18 @@ def test_the_watch_view_ends_with_the_last_status(container: Container, capsys: 
     answer: Status = status(container.session(), "r1")
     assert render.show_watch(iter([answer])) is answer
     assert "r1  running" in capsys.readouterr().out
+
+
+def test_the_workers_and_the_bottleneck_are_shown_as_the_trainer_reports_them(container: Container) -> None:
+    folder = container.run("r1", alive())
+    workers = {
+        "target 0": {"busy": 0.98, "rows": 3},
+        "drafter 0": {"busy": 0.44},
+        "balance": {"bottleneck": "targets"},
+        "queues": {"rows": 0.2},
+    }
+    record = {"kind": "step", "step": 4, "total_steps": 20, "time": time.time(), "loss": 3.0, "workers": workers}
+    with (folder / "metrics.jsonl").open("a") as stream:
+        stream.write(json.dumps(record) + "\n")
+    text = shown(render.status_view(status(container.session(), "r1")))
+    assert "target 0 98%, drafter 0 44%; bottleneck: targets" in text
