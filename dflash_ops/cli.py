@@ -71,10 +71,11 @@ def _known_runs(context: typer.Context, incomplete: str) -> list[str]:
     from dflash_ops.seen import names
 
     try:
-        target, _ = load_inventory(Common.inventory).target(context.params.get("target"))
+        inventory = load_inventory(Common.inventory)
+        target, _ = inventory.target(context.params.get("target"))
     except DflashError:
         return []
-    return [name for name in names(target) if name.startswith(incomplete)]
+    return [name for name in names(inventory.path, target) if name.startswith(incomplete)]
 
 
 TargetOption = Annotated[
@@ -405,7 +406,10 @@ def trust(
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask: take what is shown")] = False,
     json: JsonOption = False,
 ) -> None:
-    """Show a host's key and write it to known_hosts when you say so. A changed key is never taken."""
+    """Show a host's key and write it to known_hosts when you say so. A changed key is never taken.
+
+    Only plain keys count: ssh's HostKeyAlias and @cert-authority lines are not honoured.
+    """
     from dflash_ops import trust as verb
     from dflash_ops.inventory import load_inventory
 

@@ -66,7 +66,7 @@ def kill(session: Session, options: KillOptions) -> KillReport:
             answer = parsed(_Stopped, frame.value)
             seen = read_snapshot(answer.snapshot)
             verdict = judge(seen)
-            remember(session.target_name, seen.record.run, verdict.state, verdict.reason)
+            remember(session.inventory.path, session.target_name, seen.record.run, verdict.state, verdict.reason)
             return KillReport(
                 run=seen.record.run,
                 target=session.target_name,

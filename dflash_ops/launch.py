@@ -114,7 +114,7 @@ def execute(session: Session, asked: Plan, replace: bool = False) -> LaunchRepor
         _stop_holder(session, check_run_name(refusal.reason.partition(":")[2]))
         reached, seen = _start(session, asked)
     verdict = judge(seen)
-    remember(session.target_name, asked.run, verdict.state, verdict.reason)
+    remember(session.inventory.path, session.target_name, asked.run, verdict.state, verdict.reason)
     if isinstance(verdict, Failed):
         raise LaunchFailed(
             Exit.RUN_FAILED,

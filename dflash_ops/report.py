@@ -65,7 +65,7 @@ def describe(session: Session, value: dict[str, Any]) -> Status:
     """The remote probe's answer, judged."""
     seen = read_snapshot(value)
     result = status_of(seen, session.target_name)
-    remember(session.target_name, result.run, result.state, result.reason)
+    remember(session.inventory.path, session.target_name, result.run, result.state, result.reason)
     return result
 
 

@@ -27,6 +27,6 @@ def runs(session: Session, count: int) -> Runs:
     reply = session.call("history", {"count": count}, deadline=90)
     found = tuple(status_of(read_snapshot(frame.value), session.target_name) for frame in reply.events)
     for one in reversed(found):  # the newest is remembered last
-        remember(session.target_name, one.run, one.state, one.reason)
+        remember(session.inventory.path, session.target_name, one.run, one.state, one.reason)
     total = reply.value.get("total")
     return Runs(target=session.target_name, runs=found, total=total if isinstance(total, int) else len(found))

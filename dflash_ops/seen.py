@@ -1,8 +1,12 @@
-"""What was last known of a run whose container cannot be asked? Kept on the laptop, one file a target."""
+"""What was last known of a run whose container cannot be asked? Kept on the laptop, one file a target.
+
+Targets of two inventories may have the same name: they are told apart by the inventory's path.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import os
 import tempfile
@@ -25,32 +29,33 @@ class Seen(BaseModel):
     time: float
 
 
-def _file(target: str) -> Path:
+def _file(inventory: Path, target: str) -> Path:
+    which = hashlib.sha256(os.fsencode(inventory.resolve())).hexdigest()[:12]
     base = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
-    return Path(base) / "dflash" / "seen" / f"{target}.json"
+    return Path(base) / "dflash" / "seen" / f"{target}-{which}.json"
 
 
-def last_seen(target: str, run: str | None) -> Seen | None:
+def last_seen(inventory: Path, target: str, run: str | None) -> Seen | None:
     """The last verdict of a run, or of the run that was asked about last."""
     try:
-        entries = [Seen.model_validate(entry) for entry in json.loads(_file(target).read_bytes())]
+        entries = [Seen.model_validate(entry) for entry in json.loads(_file(inventory, target).read_bytes())]
     except (OSError, ValueError, TypeError, ValidationError):
         return None
     return next((entry for entry in reversed(entries) if run is None or entry.run == run), None)
 
 
-def names(target: str) -> list[str]:
+def names(inventory: Path, target: str) -> list[str]:
     """Runs that were asked about or launched from here, the newest first: what shell completion offers."""
     try:
-        entries = [Seen.model_validate(entry) for entry in json.loads(_file(target).read_bytes())]
+        entries = [Seen.model_validate(entry) for entry in json.loads(_file(inventory, target).read_bytes())]
     except (OSError, ValueError, TypeError, ValidationError):
         return []
     return [entry.run for entry in reversed(entries)]
 
 
-def remember(target: str, run: str, state: str, reason: str) -> None:
+def remember(inventory: Path, target: str, run: str, state: str, reason: str) -> None:
     """Keep a verdict. A full or read-only disk here must not spoil an answer: then nothing is kept."""
-    path = _file(target)
+    path = _file(inventory, target)
     with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
         entries = []

@@ -41,7 +41,7 @@ def status(session: Session, run: str | None, meanwhile: Callable[[], object] | 
     except TransportError as error:
         from dflash_ops.seen import last_seen
 
-        seen = last_seen(session.target_name, run)
+        seen = last_seen(session.inventory.path, session.target_name, run)
         if seen is not None:
             past = f"{seen.run} was {seen.state} when last seen, {age(time.time() - seen.time)} ago"
             error.hint = f"{error.hint}; {past}" if error.hint else past

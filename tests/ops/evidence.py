@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
+from dflash_ops.inventory import Inventory
 from dflash_ops.probes.gpu import Device, GpuDevices, GpuNone
 from dflash_ops.probes.log import LogFresh, LogSilent
 from dflash_ops.probes.snapshot import Cpu, Progress, Snapshot, Step
 from dflash_ops.probes.unit import UnitRunning
 from dflash_ops.run import ExitRecord, GpuRoles, KillRequest, RunRecord, RunSpec, Started
 
+INVENTORY = Inventory(path=Path("/nowhere/inventory.yaml"), targets={})
 NOW = 1_800_000_000.0
 INVOCATION = "0123456789abcdef0123456789abcdef"
 BOOT = "5f1e8f0e-0000-0000-0000-000000000001"

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from dflash_ops.cli import main
+from dflash_ops.seen import remember
 
 INVENTORY = """\
 hosts:
@@ -161,9 +162,7 @@ def test_completion_offers_names_of_the_inventory_and_runs_that_were_seen(folder
         )
         return done.stdout.split()
 
-    seen = Path(os.environ["XDG_STATE_HOME"], "dflash/seen/far.json")
-    seen.parent.mkdir(parents=True)
-    seen.write_text(json.dumps([{"run": "night-7", "state": "running", "reason": "", "time": 1.0}]))
+    remember(folder / "inventory.yaml", "far", "night-7", "running", "")
     assert complete("kill", "ni") == ["night-7"]
     assert complete("launch", "sm") == ["smoke"]
     assert complete("trust", "") == ["main"]

@@ -168,3 +168,17 @@ def test_a_deadline_counts_from_its_last_renewal() -> None:
     assert deadline.remaining() < 1
     deadline.renew()
     assert deadline.remaining() > 999
+
+
+def test_other_work_is_done_while_a_program_runs(tmp_path: Path) -> None:
+    began = tmp_path / "began"
+    command = f"touch {began}; exec {BOOTSTRAP}"
+
+    def meanwhile() -> None:
+        while not began.exists():
+            time.sleep(0.01)
+
+    reply = transport(command).run(
+        Program("environments"), {"root": str(tmp_path), "do": "list"}, deadline=30, meanwhile=meanwhile
+    )
+    assert reply.value == {"environments": []}

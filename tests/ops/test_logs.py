@@ -21,6 +21,7 @@ from dflash_ops.session import Session
 from dflash_ops.text import decoded, visible
 from dflash_ops.transport.base import BadAnswer
 from dflash_ops.transport.fake import FakeTransport
+from tests.ops.evidence import INVENTORY
 from tests.ops.inprocess import InProcess
 
 END = {
@@ -60,7 +61,7 @@ def shown(transport: InProcess, monkeypatch: pytest.MonkeyPatch, **options: Any)
     """What is printed, and what is said beside it."""
     monkeypatch.setattr(probe, "state", lambda paths: {})
     monkeypatch.setattr(probe, "over", lambda seen: not transport.polls)
-    session = Session(None, "lab", transport, str(transport.root))  # type: ignore[arg-type]
+    session = Session(INVENTORY, "lab", transport, str(transport.root))
     said: list[str] = []
     session.say = said.append  # type: ignore[method-assign]
     out = io.StringIO()
@@ -270,7 +271,7 @@ def test_a_progress_bar_that_never_ends_does_not_fill_the_memory(monkeypatch: py
 
 
 def session_of(events: list[dict[str, Any]]) -> Session:
-    return Session(None, "lab", FakeTransport({"follow": [[*events, END]]}))  # type: ignore[arg-type]
+    return Session(INVENTORY, "lab", FakeTransport({"follow": [[*events, END]]}))
 
 
 @pytest.mark.parametrize(

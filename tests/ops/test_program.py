@@ -84,3 +84,11 @@ def test_remote_programs_are_python_3_8(path: Path) -> None:
     import sys
 
     assert modules <= set(sys.stdlib_module_names) | {"dflash_ops"}
+
+
+def test_a_fault_of_the_program_tells_its_line() -> None:
+    body = b"".join(encode(Program("environments"), {}, 30))
+    ((kind, value),) = FrameDecoder().feed(run("sh", body))
+    assert (kind, value["code"], value["message"]) == ("error", 70, "KeyError: 'do'")
+    assert 'File "<shipped>/dflash_ops/remote/environments.py", line' in value["detail"]
+    assert 'request["do"]' in value["detail"]

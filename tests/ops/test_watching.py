@@ -28,7 +28,7 @@ from dflash_ops.status import status, watch
 from dflash_ops.transport.base import BadAnswer, RemoteRefusal, Unreachable
 from dflash_ops.transport.fake import FakeTransport
 from dflash_ops.wait import WaitOptions, wait
-from tests.ops.evidence import BOOT, INVOCATION
+from tests.ops.evidence import BOOT, INVENTORY, INVOCATION
 from tests.ops.inprocess import InProcess
 
 ABSENT = {"LoadState": "not-found", "ActiveState": "inactive", "Result": "success"}
@@ -86,7 +86,7 @@ class Container:
             (folder / "metrics.jsonl").write_text("\n".join(lines) + "\n")
 
     def session(self, **options: Any) -> Session:
-        return Session(None, "lab", InProcess(self.root, **options), str(self.root), quiet=True)  # type: ignore[arg-type]
+        return Session(INVENTORY, "lab", InProcess(self.root, **options), str(self.root), quiet=True)
 
 
 @pytest.fixture
@@ -180,14 +180,21 @@ def test_a_name_that_is_no_run_name_goes_nowhere(container: Container) -> None:
 def test_an_unreachable_container_is_told_with_what_was_last_known(container: Container) -> None:
     container.run("r1", alive())
     status(container.session(), "r1")
-    down = Session(None, "lab", FakeTransport({"probe": [Unreachable("node is down", "is it on?")]}))  # type: ignore[arg-type]
+    down = Session(INVENTORY, "lab", FakeTransport({"probe": [Unreachable("node is down", "is it on?")]}))
     with pytest.raises(Unreachable) as caught:
         status(down, None)
     assert caught.value.hint == "is it on?; r1 was running when last seen, 0s ago"
 
 
+def test_targets_of_one_name_in_two_inventories_are_not_mixed_up(container: Container, tmp_path: Path) -> None:
+    container.run("r1", alive())
+    status(container.session(), "r1")
+    assert last_seen(INVENTORY.path, "lab", "r1") is not None
+    assert last_seen(tmp_path / "inventory.yaml", "lab", "r1") is None
+
+
 def test_an_answer_in_another_form_is_refused(container: Container) -> None:
-    odd = Session(None, "lab", FakeTransport({"probe": [{"run": "r1", "time": "soon"}]}))  # type: ignore[arg-type]
+    odd = Session(INVENTORY, "lab", FakeTransport({"probe": [{"run": "r1", "time": "soon"}]}))
     with pytest.raises(BadAnswer):
         status(odd, "r1")
 
@@ -196,7 +203,7 @@ def test_a_laptop_that_cannot_write_still_answers(container: Container, monkeypa
     monkeypatch.setenv("XDG_STATE_HOME", "/proc/nowhere")
     container.run("r1", alive())
     assert status(container.session(), "r1").state == "running"
-    assert last_seen("lab", None) is None
+    assert last_seen(INVENTORY.path, "lab", None) is None
 
 
 # ---- watch -------------------------------------------------------------------------------------------------
