@@ -105,15 +105,7 @@ def mlx(config: dict[str, Any]) -> Understood:
     for key in ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "head_dim"):
         assert isinstance(config[key], int)
     assert {"rms_norm_eps", "vocab_size", "max_position_embeddings", "rope_scaling"} <= config.keys()
-    draft = config["dflash_config"]
-    return Understood(
-        config["block_size"],
-        draft["mask_token_id"],
-        tuple(draft["target_layer_ids"]),
-        _windows(config),
-        tuple(config.get("is_causal", kind == "sliding_attention") for kind in config["layer_types"]),
-        config["rope_theta"],
-    )
+    return tensorrt_llm(config)  # the same places
 
 
 ENGINES = {"vllm": vllm, "sglang": sglang, "tensorrt-llm": tensorrt_llm, "llama.cpp": llama_cpp, "mlx": mlx}
