@@ -15,7 +15,7 @@ from trainer.drafter.attention import build_masks
 from trainer.drafter.blocks import Blocks, make_blocks
 from trainer.drafter.config import DrafterConfig
 from trainer.drafter.drafting import Drafting
-from trainer.drafter.model import DFlashDrafter, embed_blocks
+from trainer.drafter.model import DFlashDrafter, embed_blocks, fresh_weights
 
 WINDOW = 6
 BLOCK = 5
@@ -227,3 +227,14 @@ def test_a_cast_of_the_model_does_not_round_rope_frequencies() -> None:
     drafter.to(torch.bfloat16)
     assert drafter.fc.weight.dtype == torch.bfloat16
     assert torch.equal(drafter.rotary.inv_freq, exact)
+
+
+def test_fresh_weights_give_first_logits_of_unit_spread_however_long_the_heads_rows_are() -> None:
+    config = tiny()
+    state = torch.randn(64, config.hidden_size, generator=torch.Generator().manual_seed(0))
+    for length in (0.1, 1.0, 20.0):
+        head = torch.randn(config.vocab_size, config.hidden_size, generator=torch.Generator().manual_seed(1))
+        head = head / head.norm(dim=1, keepdim=True) * length
+        norm = DFlashDrafter(config, seed=None).norm
+        norm.weight.data = fresh_weights(config, head, seed=0)["norm.weight"]
+        assert (norm(state) @ head.T).std().item() == pytest.approx(min(length, 1.0), rel=0.05)

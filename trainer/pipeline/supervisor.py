@@ -22,7 +22,7 @@ from trainer.compilation import CompileCache, CompilePhase
 from trainer.config import RunConfig
 from trainer.data.rows import RowSource
 from trainer.drafter.config import DrafterConfig
-from trainer.drafter.model import DFlashDrafter
+from trainer.drafter.model import fresh_weights
 from trainer.pipeline.exchange import Group, PeerError
 from trainer.pipeline.plan import Plan, describe, total_steps
 from trainer.pipeline.queues import Ring
@@ -145,7 +145,7 @@ class Pipeline:
         loaded = [self._load_target(device) for device in target_devices]
         targets = [TargetWorker(number, shared, target, self._source.shape) for number, target in enumerate(loaded)]
         tables = _Tables(loaded[0])
-        weights = start.drafter if start is not None else self._fresh_weights()
+        weights = start.drafter if start is not None else self._fresh_weights(loaded[0])
         rows = RowWorker(
             shared,
             self._source,
@@ -172,8 +172,8 @@ class Pipeline:
         self._statistics = Statistics(shared, rows, list(targets), list(drafters))
         return [rows, *targets, *drafters, CheckpointWorker(shared, self._hooks.save)]
 
-    def _fresh_weights(self) -> dict[str, Tensor]:
-        return dict(DFlashDrafter(self._drafter_config, seed=self._config.seed).state_dict())
+    def _fresh_weights(self, target: Target) -> dict[str, Tensor]:
+        return fresh_weights(self._drafter_config, target.head, self._config.seed)
 
     def _prepare(self, shared: Shared, workers: list[Worker], cache: CompileCache | None) -> None:
         """The compilation phase: each worker in turn, in its own thread; then the start for all."""
