@@ -4,7 +4,8 @@
 
 Raises a lab of its own whose `pct` takes 0.8 s to start, as Perl does on a real node, and starts one run of the
 stand-in trainer. The commands then take turns, so that a noisy machine touches all of them alike; every ratio is taken
-round by round against `ssh HOST pct exec 200 -- true`, and the table gives medians.
+round by round against `ssh HOST pct exec 200 -- true`, and the table gives medians. Most of the reference is `pct`
+sleeping, most of `dflash` is computing: on a busy machine (see the load average) the ratios tell of the machine.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 from tests.lab.lab import Lab, why_not
@@ -55,7 +57,9 @@ def main() -> None:
             result = measure(lab, folder, args.rounds)
         finally:
             lab.down()
-    print(f"\n{'command':34s} {'wall s':>8s} {'min':>7s} {'max':>7s} {'CPU s':>7s} {'ratio':>7s}")
+    busy = ", ".join(f"{load:.1f}" for load in result["load"])
+    print(f"\n{os.cpu_count()} CPUs, load average before and after: {busy}")
+    print(f"{'command':34s} {'wall s':>8s} {'min':>7s} {'max':>7s} {'CPU s':>7s} {'ratio':>7s}")
     for row in result["rows"]:
         ratio = "-" if row["ratio"] is None else f"{row['ratio']:.2f}"
         print(
@@ -66,7 +70,7 @@ def main() -> None:
         args.json.write_text(json.dumps(result, indent=1) + "\n")
 
 
-def measure(lab: Lab, folder: Path, rounds: int) -> dict[str, object]:
+def measure(lab: Lab, folder: Path, rounds: int) -> dict[str, Any]:
     """Time the commands against a lab that is up."""
     inventory = inventory_for(lab, ROOT)
     inventory["targets"]["quick"] = {**inventory["targets"]["ct200"], "enter": "lxc-attach"}
@@ -85,12 +89,14 @@ def measure(lab: Lab, folder: Path, rounds: int) -> dict[str, object]:
     }
     reference = next(iter(commands))
     times: dict[str, list[tuple[float, float]]] = {command: [] for command in commands}
+    load = [os.getloadavg()[0]]
     with lab.slow_pct(PCT_SECONDS):
-        for command in commands.values():
-            seconds(command(), mine)  # warm the file cache
+        for argv in commands.values():
+            seconds(argv(), mine)  # warm the file cache
         for _ in range(rounds):
             for command, argv in commands.items():
                 times[command].append(seconds(argv(), mine))
+    load.append(os.getloadavg()[0])
     dflash("kill", "bench-2", "-y", "--force")
     clean(lab, ROOT)
 
@@ -108,7 +114,14 @@ def measure(lab: Lab, folder: Path, rounds: int) -> dict[str, object]:
                 "ratio": None if "help" in command else statistics.median(ratios),
             }
         )
-    return {"rows": rows, "launch_first": first, "launch_again": again, "cpus": os.cpu_count(), "rounds": rounds}
+    return {
+        "rows": rows,
+        "launch_first": first,
+        "launch_again": again,
+        "cpus": os.cpu_count(),
+        "load": load,
+        "rounds": rounds,
+    }
 
 
 if __name__ == "__main__":

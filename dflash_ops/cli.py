@@ -500,7 +500,7 @@ def main() -> None:
     """Entry point: the one place where errors end."""
     # A command lives for a second. As Python comes, it would search all that was imported for garbage several times
     # meanwhile, 25 ms each, and for 100 ms more at its end.
-    set_threshold(20_000)
+    set_threshold(100_000)
     try:
         try:
             app(prog_name="dflash")
