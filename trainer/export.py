@@ -172,7 +172,7 @@ def _recipe(
     facts = {
         "continued from": Path(start).name if start else None,
         "optimizer steps": trained.get("step"),
-        "data SHA-256": run.get("content_hash"),
+        "data hash": run.get("content_hash"),
         "data files": ", ".join(Path(source).name for source in data.get("sources", [])),
         "tapped target layers": list(config.target_layer_ids),
         "mask token": config.mask_token_id,

@@ -126,6 +126,7 @@ def test_every_engine_reads_the_same_drafter_out_of_the_files(tmp_path: Path, se
         assert all(RELEASED_TENSORS.fullmatch(name) for name in weights.keys())  # noqa: SIM118
         assert {weights.get_tensor(name).dtype for name in weights.keys()} == {torch.bfloat16}  # noqa: SIM118
     assert {path.name for path in out.iterdir()} == {"config.json", "model.safetensors", "README.md"}
+    assert len({path.stat().st_mode for path in out.iterdir()}) == 1, "whoever reads one of them reads all"
 
 
 @pytest.fixture

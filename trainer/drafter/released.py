@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -49,6 +50,8 @@ def write_drafter(folder: Path, config: DrafterConfig, weights: Mapping[str, Ten
     (folder / "config.json").write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
     tensors = {name: tensor.detach().to("cpu", dtype).contiguous() for name, tensor in weights.items()}
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    # safetensors makes its file readable by its owner alone; a server may be somebody else.
+    shutil.copymode(folder / "config.json", folder / "model.safetensors")
 
 
 def find_drafter(path: Path) -> tuple[Path, dict[str, Any] | None]:
