@@ -6,7 +6,7 @@ LAB := $(BIN)/python -m tests.lab.lab
 LAB_PACKAGES := lxc mmdebstrap openssh-server openssh-client sudo perl procps iproute2
 TEST_PACKAGES := zsh fish shellcheck nftables faketime g++ python3-dev
 
-.PHONY: help setup demo test check lock lab-packages lab-up lab-down clean
+.PHONY: help setup demo test check chaos overfit lock lab-packages lab-up lab-down clean
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
 
@@ -28,6 +28,13 @@ demo: lab-packages setup  ## a drafter trained in a container, from launch to ki
 test: lab-packages setup  ## every test, the lab's included
 	@tests/lab/packages.sh $(TEST_PACKAGES)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist loadgroup $(PYTEST)
+
+chaos: lab-packages setup  ## each fault at each moment of each verb: the table, and chaos.json (half an hour)
+	@tests/lab/packages.sh $(TEST_PACKAGES)
+	@$(BIN)/python -m tests.lab.chaos $(CHAOS)
+
+overfit: setup  ## a drafter learns eight answers by heart; the official package accepts whole blocks
+	@$(BIN)/python -m tests.trainer.overfit
 
 check: setup  ## ruff, mypy --strict, shellcheck
 	@tests/lab/packages.sh shellcheck

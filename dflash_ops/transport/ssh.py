@@ -308,10 +308,10 @@ class SshExchange:
             moved = self._sending and channel.send_ready() and self._send()
             if channel.recv_ready():
                 moved = True
-                yield channel.recv(1 << 16)
+                yield self._read(channel.recv)
             if channel.recv_stderr_ready():
                 moved = True
-                self.stderr = (self.stderr + channel.recv_stderr(1 << 16))[-STDERR_KEPT:]
+                self.stderr = (self.stderr + self._read(channel.recv_stderr))[-STDERR_KEPT:]
             if moved:
                 continue
             if channel.exit_status_ready():
@@ -334,6 +334,13 @@ class SshExchange:
             cause = self._transport.get_exception()
             raise ConnectionLost(f"the connection to {self._label} broke", "try again", detail=repr(cause))
 
+    def _read(self, receive: Callable[[int], bytes]) -> bytes:
+        """What has come. paramiko widens the window as it reads, which fails when the connection has just broken."""
+        try:
+            return receive(1 << 16)
+        except (EOFError, OSError, paramiko.SSHException) as error:
+            raise ConnectionLost(f"the connection to {self._label} broke", "try again", detail=repr(error)) from error
+
     def _send(self) -> bool:
         """Send some of stdin; false when nothing could be sent."""
         self._pending = self._pending or next(self._stdin, b"")
@@ -343,7 +350,7 @@ class SshExchange:
                 return True
             if not self._keep_stdin:
                 self._channel.shutdown_write()
-        except OSError:
+        except (OSError, EOFError):
             pass  # the command ended without reading it all: its answer says why
         self._sending = False
         return False

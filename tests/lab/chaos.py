@@ -10,6 +10,7 @@ must agree. Promises that every cell must keep:
 - no twin: at most one process of the run, even when it is launched again;
 - no false death: a live run is never called failed, lost, cancelled or succeeded;
 - no lost reason: a dead run has the state that the fault gave it, and a reason;
+- no riddle: a verb that fails has a documented exit code and says one sentence;
 - no damage: what tail-logs showed is the log, byte for byte; what pull left under its final name is whole.
 """
 
@@ -39,6 +40,7 @@ from tests.lab.user import Dflash, clean, make_user
 VERBS = ("launch", "follow", "kill", "pull")
 PHASES = ("before", "middle", "after")
 DEADLINE = 150.0  # seconds in which every verb must end; the longest of its own deadlines is 60
+DOCUMENTED = {69, 75, 77, 78, 100}
 ALIVE = {"starting", "running", "busy-quiet", "stalled", "stopping"}
 OVER = {"succeeded", "failed", "cancelled", "lost"}
 STEPS, PAUSE = 60, 0.15  # a run of about ten seconds
@@ -76,6 +78,7 @@ class Outcome:
     alive: bool = False
     state: str = ""
     reason: str = ""
+    said: str = ""  # the verb's own sentence
     broken: list[str] = field(default_factory=list)
 
 
@@ -381,6 +384,11 @@ def examine(trial: Trial, fault: Fault, outcome: Outcome) -> None:
         outcome.state = status.get("state", f"error {status.get('error', {}).get('code')}")
         outcome.reason = status.get("reason") or status.get("error", {}).get("message", "")
         check_state(trial, fault, outcome)
+    sentences = [line for line in trial.dflash.said[1].splitlines() if line.startswith("dflash: ")]
+    outcome.said = sentences[-1] if sentences else ""
+    killed = trial.phase == "middle" and outcome.fault.startswith("client ")
+    if outcome.exit_code != 0 and not killed and (outcome.exit_code not in DOCUMENTED or not sentences):
+        outcome.broken.append(f"no riddle: exit {outcome.exit_code}, {outcome.said or 'without a sentence'}")
     if trial.verb == "launch":
         trial.dflash(*words(trial), code=None, timeout=DEADLINE)
     if processes(trial) > 1:
@@ -424,8 +432,8 @@ def check_state(trial: Trial, fault: Fault, outcome: Outcome) -> None:
 def check_followed(trial: Trial, outcome: Outcome) -> None:
     """What was shown is the log's beginning, or all of it when the follower saw the end."""
     shown = trial.dflash.said[0]
-    if not exists(trial, f"{trial.folder}/log"):
-        return
+    if outcome.fault == "log deleted":
+        return  # what is there now is another file: systemd makes it for the recorder
     log = trial.lab.container("cat", f"{trial.folder}/log").stdout
     whole = outcome.exit_code == 0 and trial.phase != "before"
     if not (log == shown if whole else log.startswith(shown)):
@@ -436,12 +444,11 @@ def check_pulled(trial: Trial, outcome: Outcome) -> None:
     pulled = trial.dflash.folder / "pulled" / trial.run / "checkpoints"
     whole = [path for path in pulled.glob("step-*") if not path.name.endswith(".partial")]
     for path in whole:
-        there = f"{trial.folder}/checkpoints/{path.name}/weights.bin"
-        if not exists(trial, there):
-            continue
-        digest = hashlib.sha256((path / "weights.bin").read_bytes()).hexdigest()
-        if digest != trial.lab.container("sha256sum", there).stdout.split()[0]:
-            outcome.broken.append(f"no damage: {path.name} is not what the container has")
+        there = trial.lab.container("sha256sum", f"{trial.folder}/checkpoints/{path.name}/weights.bin", check=False)
+        if there.returncode == 0:  # else the trainer has deleted it meanwhile
+            digest = hashlib.sha256((path / "weights.bin").read_bytes()).hexdigest()
+            if digest != there.stdout.split()[0]:
+                outcome.broken.append(f"no damage: {path.name} is not what the container has")
     if outcome.exit_code == 0 and not whole:
         outcome.broken.append("no damage: pull succeeded and brought nothing")
 

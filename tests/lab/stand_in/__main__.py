@@ -40,6 +40,8 @@ def notify(text: str) -> None:
 
 def checkpoint(step: int) -> None:
     folder = run_dir / "checkpoints" / f"step-{step:08d}"
+    if folder.exists():
+        return
     growing = folder.with_name(folder.name + ".tmp")
     growing.mkdir(parents=True, exist_ok=True)
     (growing / "weights.bin").write_bytes(os.urandom(config.get("checkpoint_bytes", 100_000)))
