@@ -14,6 +14,7 @@ from dflash_ops.remote.common import Channel, Refusal, RunPaths
 
 # Keys of a metrics line that the laptop draws a history of; the newest line goes over whole.
 _HISTORY = ("step", "total_steps", "time", "loss", "accept_length", "tokens_per_second", "step_seconds")
+_UNIT_SUCCESS = "7ad2d189f7e94e70a38c781354912448"  # SD_MESSAGE_UNIT_SUCCESS of systemd
 _CHECKPOINT = re.compile(r"step-(\d{1,12})\Z")
 
 
@@ -53,7 +54,13 @@ def state(paths: RunPaths, unit: Optional[Dict[str, Any]] = None) -> Dict[str, A
     Args:
         unit: the unit's answer, when it was read already.
     """
-    return {"unit": unit or unit_of(paths.unit), "records": records_of(paths), "age": _age(paths)}
+    unit = unit or unit_of(paths.unit)
+    records = records_of(paths)
+    started = records["started"]
+    gone = (unit.get("properties") or {}).get("LoadState") == "not-found"
+    if gone and started and records["exit"] is None and started.get("boot_id") == common.boot_id():
+        records["exit"] = exit_from_journal(paths, str(started.get("invocation_id")))
+    return {"unit": unit, "records": records, "age": _age(paths)}
 
 
 def snapshot(paths: RunPaths, request: Dict[str, Any], unit: Optional[Dict[str, Any]] = None) -> Dict[str, Any]:
@@ -95,6 +102,38 @@ def records_of(paths: RunPaths) -> Dict[str, Any]:
         if found[name] is None and os.path.lexists(path):
             found["unreadable"].append(os.path.basename(path))
     return found
+
+
+def exit_from_journal(paths: RunPaths, invocation_id: str) -> Optional[Dict[str, Any]]:
+    """The end of a run whose recorder could not write exit.json: systemd forgets a unit that ended well, and only the
+    journal remembers it. The recorder's own words, which it logs when the disk is full, come before systemd's."""
+    command = ["journalctl", "--quiet", "--boot", "--output=json", "--lines=200"]
+    recorder = "SYSLOG_IDENTIFIER=dflash-%s" % paths.run
+    done = common.call([*command, "UNIT=%s" % paths.unit, "_PID=1", "+", recorder, "_UID=0"], 10)
+    code, status, ended, asked = "exited", "0", None, False  # systemd logs how the process exited only when badly
+    for line in done.stdout.splitlines():
+        with contextlib.suppress(ValueError, TypeError, AttributeError):
+            entry = json.loads(line)
+            if entry.get("SYSLOG_IDENTIFIER") == "dflash-%s" % paths.run:
+                said = json.loads(entry["MESSAGE"])
+                if said.get("invocation_id") == invocation_id:
+                    return dict(said)
+            elif entry.get("INVOCATION_ID") == invocation_id:
+                code, status = entry.get("EXIT_CODE", code), entry.get("EXIT_STATUS", status)
+                asked = asked or entry.get("JOB_TYPE") == "stop"
+                if entry.get("MESSAGE_ID") == _UNIT_SUCCESS:
+                    ended = int(entry["__REALTIME_TIMESTAMP"]) / 1e6
+    if ended is None:
+        return None
+    return {
+        "time": ended,
+        "result": "success",
+        "exit_code": code,
+        "exit_status": status,
+        "invocation_id": invocation_id,
+        "boot_id": common.boot_id(),
+        "stop_requested": asked,
+    }
 
 
 def _age(paths: RunPaths) -> float:

@@ -22,6 +22,7 @@ CELLS = [
     ("log deleted", "follow", "middle"),
     ("unit SIGKILLed", "launch", "after"),
     ("recorder fails", "kill", "before"),
+    ("recorder fails", "follow", "before"),
     ("clock an hour on", "follow", "middle"),
     ("clock an hour back", "kill", "before"),
     ("unit name taken", "launch", "before"),
