@@ -56,7 +56,7 @@ def pct(lab: Lab) -> Pct:
 @pytest.fixture
 def folder(lab: Lab) -> Iterator[str]:
     """An empty folder with the same name on the node and in the container."""
-    path = "/tmp/pct-test"
+    path = f"/tmp/pct-{lab.identity}"
     for on in (lab.node, lab.container):
         on("rm", "-rf", path)
         on("mkdir", path)
