@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from tests.lab.network import FarAway, far_away
-from tests.lab.rootfs import cached_tarball
+from tests.lab.rootfs import TETHER, cached_tarball
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 DEFAULT_STATE = REPOSITORY / ".lab"
@@ -222,7 +222,8 @@ class Lab:
         rootfs = folder / "rootfs"
         rootfs.mkdir(parents=True)
         if tarball is not None:
-            subprocess.run(["tar", "-xpf", str(tarball), "--numeric-owner", "-C", str(rootfs)], check=True)
+            unpack = ["tar", "-xpf", str(tarball), "--numeric-owner", "-C", str(rootfs)]
+            subprocess.run([*TETHER, *unpack], check=True)
             (rootfs / "etc/hostname").write_text(f"ct{vmid}\n")
         SMALL_TARGET.mkdir(parents=True, exist_ok=True)
         shared = {str(REPOSITORY / ".venv"): str(REPOSITORY / ".venv"), str(SMALL_TARGET): SMALL_TARGET_INSIDE}
@@ -270,7 +271,7 @@ class Lab:
         namespaces = ["--mount", "--propagation", "private", "--uts", "--pid", "--fork", "--kill-child", "--mount-proc"]
         command = ["unshare", *namespaces, sys.executable, str(HERE / "node.py"), str(self.state)]
         if self.tethered:
-            command = ["setpriv", "--pdeathsig", "KILL", *command]
+            command = [*TETHER, *command]
         with (self.state / "node.log").open("w") as log:
             process = subprocess.Popen(
                 command,

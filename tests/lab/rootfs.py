@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import json
+import os
 import platform
 import subprocess
 from pathlib import Path
@@ -29,6 +30,10 @@ MASKED = (
 )
 
 
+# Put before a command: it dies with the process that started it.
+TETHER = ("setpriv", "--pdeathsig", "KILL")
+
+
 def host_suite() -> str:
     """The machine's own release, so that an interpreter bind-mounted from it finds the C library it was linked to."""
     return platform.freedesktop_os_release().get("VERSION_CODENAME", "bookworm")
@@ -46,7 +51,8 @@ def cached_tarball(cache: Path) -> Path:
         if not tarball.exists():
             for stale in cache.glob("rootfs-*.tar*"):
                 stale.unlink()
-            partial = tarball.with_suffix(".tar.partial")
+            # A name of its own: what a killed build left running may still write to the one it had.
+            partial = tarball.with_suffix(f".tar.{os.getpid()}")
             build(suite, partial)
             partial.replace(tarball)
     return tarball
@@ -55,8 +61,9 @@ def cached_tarball(cache: Path) -> Path:
 def build(suite: str, target: Path) -> None:
     print(f"lab: building the container's root file system ({suite}), about half a minute, once", flush=True)
     masks = "; ".join(f'ln -sf /dev/null "$1/etc/systemd/system/{unit}"' for unit in MASKED)
-    log = target.with_suffix(".log")
+    log = target.parent / "rootfs.log"
     command = [
+        *TETHER,
         "mmdebstrap",
         "--mode=root",
         "--format=tar",

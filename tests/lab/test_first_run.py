@@ -14,7 +14,7 @@ import pytest
 
 from tests.lab import faults
 from tests.lab.lab import Lab, wait_for
-from tests.lab.user import PYTHON, STAND_IN, Dflash
+from tests.lab.user import STAND_IN, Dflash
 
 pytestmark = pytest.mark.lab
 
@@ -430,7 +430,3 @@ def test_a_release_that_was_damaged_in_the_container_is_not_run(lab: Lab, dflash
     assert after.returncode == 0 or "release" in after.stderr
     if after.returncode == 0:
         assert "oops" not in lab.container("cat", f"{dflash.root}/releases/{release}/trainer/__main__.py").stdout
-
-
-def test_the_interpreter_is_the_machines_own_virtual_environment(lab: Lab) -> None:
-    assert lab.container(str(PYTHON), "-c", "import torch; print(torch.ones(2).sum().item())").stdout.strip() == "2.0"
