@@ -96,6 +96,17 @@ def test_a_prompt_that_opens_the_reasoning_is_not_taken_from_an_earlier_turn() -
     assert found == ["Good day.<|im_end|>", "\n</think>\n\nSee you!<|im_end|>"]
 
 
+def test_a_question_that_quotes_such_a_prompt_is_not_taken_for_the_opening_of_its_answer() -> None:
+    """An earlier turn shows no opened reasoning, so the prompt's only likeness is the quotation."""
+    quoting = message("user", "What is <|im_start|>assistant\n<think>\n for?")
+    found = written(chatting.OPENING, quoting, message("assistant", "Thought."), *TWO_TURNS[:2])
+    assert found[0] == "Thought.<|im_end|>"
+    hiding = chatting.OPENING.replace("{% for m in messages %}", "{% for m in messages if m.role != 'note' %}")
+    noted = (quoting, message("assistant", "Thought."), message("note", "hidden"), message("assistant", "More."))
+    found = written(hiding, *noted, *TWO_TURNS[:2])
+    assert found[:2] == ["Thought.<|im_end|>", "More.<|im_end|>"]
+
+
 def test_tool_calls_are_written_by_the_assistant() -> None:
     call = message("assistant", "", tool_calls=[{"name": "clock"}])
     found = written(

@@ -31,7 +31,7 @@ from trainer.drafter.config import (
     choose_mask_token,
 )
 from trainer.drafter.model import DFlashDrafter
-from trainer.drafter.released import read_drafter, write_drafter
+from trainer.drafter.released import fingerprint, read_drafter, write_drafter
 
 QWEN3_8B = {
     "architectures": ["DFlashDraftModel"],
@@ -153,7 +153,19 @@ def test_sliding_layers_are_causal_in_the_block_unless_the_file_says_otherwise()
     assert "is_causal" not in config.to_json()
     explicit = DrafterConfig.from_json(QWEN36_27B | {"is_causal": False})
     assert explicit.kinds["sliding_attention"] == AttentionKind(window=2048, causal=False)
-    assert explicit.to_json()["is_causal"] is False
+    written = explicit.to_json()
+    assert written["is_causal"] is written["dflash_config"]["causal"] is False
+
+
+@pytest.mark.parametrize(
+    ("layer_types", "causal"), [("full_attention", False), ("sliding_attention", True)], ids=["full", "sliding"]
+)
+def test_a_causality_that_is_the_rule_is_not_written(layer_types: str, causal: bool) -> None:
+    config = DrafterConfig.from_json(QWEN36_27B | {"layer_types": [layer_types] * 5, "is_causal": causal})
+    written = config.to_json()
+    assert "is_causal" not in written
+    assert "causal" not in written["dflash_config"]
+    assert DrafterConfig.from_json(written).kinds == config.kinds
 
 
 @pytest.mark.parametrize(
@@ -401,7 +413,7 @@ def test_damaged_folders_are_refused_with_the_reason(folder: Path) -> None:
 
 
 def test_sharded_weights_are_read(folder: Path) -> None:
-    weights = read_drafter(folder).state_dict()
+    weights, whole = read_drafter(folder).state_dict(), fingerprint(folder)
     (folder / "model.safetensors").unlink()
     names = sorted(weights)
     shards = {"a.safetensors": names[::2], "b.safetensors": names[1::2]}
@@ -410,3 +422,4 @@ def test_sharded_weights_are_read(folder: Path) -> None:
     index = {"weight_map": {name: shard for shard, members in shards.items() for name in members}}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     assert all(torch.equal(tensor, weights[name]) for name, tensor in read_drafter(folder).state_dict().items())
+    assert fingerprint(folder) == whole

@@ -234,6 +234,19 @@ def test_sampling_is_repeatable_and_depends_on_the_seed(config: RunConfig, tmp_p
     assert texts[0] == texts[1] != texts[2]
 
 
+def test_a_continued_command_does_not_repeat_the_draws_of_the_first(
+    config: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = questions(tmp_path)
+    sampling = Sampling(temperature=1.0, top_p=None, top_k=None, max_new_tokens=2, max_prompt_tokens=100, seed=0)
+    seeds: list[int] = []
+    seed = torch.manual_seed
+    monkeypatch.setattr(torch, "manual_seed", lambda number: (seeds.append(number), seed(number))[1])
+    for limit in (2, None):
+        answer(config, source, tmp_path / "out.jsonl", sampling, batch_size=1, limit=limit)
+    assert len(set(seeds)) == len(QUESTIONS)
+
+
 def test_every_turn_of_a_conversation_is_answered_anew(config: RunConfig, tmp_path: Path) -> None:
     conversation = [
         {"role": "system", "content": "Be brief."},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import subprocess
 import sys
 from collections import Counter
@@ -180,6 +181,20 @@ def test_the_layout_gives_every_document_a_place_and_overfills_no_row(lengths: l
         assert fills[-1] <= 100
     if most == 1000 and len(fills) > 1:
         assert sum(sorted(fills)[:2]) > 100, "two rows that would fit into one would have been one"
+
+
+@given(st.lists(st.integers(1, 30), min_size=1, max_size=60))
+@settings(max_examples=150, deadline=None)
+def test_each_document_goes_to_the_fullest_row_that_has_room_for_it(lengths: list[int]) -> None:
+    descending = sorted(lengths, reverse=True)
+    fills: list[int] = []
+    for length in descending:
+        fitting = [row for row, fill in enumerate(fills) if fill + length <= 30]
+        row = max(fitting, key=fills.__getitem__, default=len(fills))
+        fills[row : row + 1] = [sum(fills[row : row + 1]) + length]
+    layout = best_fit_decreasing(np.asarray(lengths, np.int64), 30, most=len(lengths))
+    places = [layout.places[start:end].tolist() for start, end in itertools.pairwise(layout.starts)]
+    assert sorted(sum(descending[place] for place in row) for row in places) == sorted(fills)
 
 
 def test_packing_wastes_little_on_lengths_as_they_occur() -> None:

@@ -133,7 +133,6 @@ class RowSource:
         epoch, place = divmod(number, self._layout.rows)
         members = self._members(epoch, place)
         random = _random(self._seed, _ROW, number)
-        members = random.permutation(members)
 
         input_ids = np.zeros(self._length, np.int64)
         position_ids = np.zeros(self._length, np.int64)
