@@ -96,9 +96,7 @@ def save(
         _remove_leftovers(folder)
         if final.exists():
             try:
-                return read(
-                    final
-                ).path  # the run resumed from it: the same state, which must never be absent
+                return read(final).path  # the run resumed from it: the same state, which must never be absent
             except CheckpointError:
                 _discard(final)  # one that the resumed run passed over
         unfinished.mkdir()
