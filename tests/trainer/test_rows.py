@@ -248,6 +248,14 @@ def test_epochs_differ_in_order_neighbours_and_anchors() -> None:
     assert places[0] != places[1]
 
 
+def test_documents_stand_in_a_row_in_any_order() -> None:
+    documents = Documents.from_lists([(range(n * 100, n * 100 + n), [True] * n) for n in (20, 15, 10)])
+    rows = source(documents, epochs=100)
+    assert rows.rows_per_epoch == 1
+    first = Counter(int(rows.row(number).input_ids[0]) // 100 for number in range(100))
+    assert min(first[length] for length in (20, 15, 10)) > 15
+
+
 def test_another_seed_gives_other_rows_and_another_content_hash() -> None:
     documents = plain(40)
     assert not same(source(documents, seed=0).row(0), source(documents, seed=1).row(0))

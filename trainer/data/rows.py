@@ -133,6 +133,7 @@ class RowSource:
         epoch, place = divmod(number, self._layout.rows)
         members = self._members(epoch, place)
         random = _random(self._seed, _ROW, number)
+        members = random.permutation(members)  # packing put the longest first
 
         input_ids = np.zeros(self._length, np.int64)
         position_ids = np.zeros(self._length, np.int64)
