@@ -85,14 +85,18 @@ def processes_with(*words: str) -> list[int]:
     return sorted(found)
 
 
-def free_port(preferred: int = 0) -> int:
-    for port in (preferred, 0):
-        with socket.socket() as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            with contextlib.suppress(OSError):
-                probe.bind(("127.0.0.1", port))
-                return int(probe.getsockname()[1])
-    raise LabError("No free port on 127.0.0.1.")
+def free_port(wanted: int = 0) -> int:
+    """`wanted`, or any port of 127.0.0.1 that nobody listens on."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("127.0.0.1", wanted))
+        except OSError:
+            raise LabError(
+                f"Port {wanted} of 127.0.0.1 is taken, perhaps by the lab of another checkout: "
+                f"`make lab-down` there, or stop what listens on it."
+            ) from None
+        return int(probe.getsockname()[1])
 
 
 class Lab:
@@ -119,7 +123,7 @@ class Lab:
                 return
             self._down()
             tarball = cached_tarball(CACHE)
-            self._make_ssh(free_port(DEFAULT_PORT if self.state == DEFAULT_STATE else 0))
+            self._make_ssh(free_port(DEFAULT_PORT if self.state == DEFAULT_STATE.resolve() else 0))
             self._make_container(VMID, tarball)
             self._make_container(STOPPED_VMID, None)
             self._seed_node()
