@@ -51,10 +51,3 @@ class ConfigurationError(DflashError):
 
     def __init__(self, message: str, hint: str = "", *, detail: str = "") -> None:
         super().__init__(Exit.CONFIGURATION, message, hint, detail=detail)
-
-
-class RunNotFound(DflashError):
-    """There is no such run in the container."""
-
-    def __init__(self, message: str, hint: str = "`dflash runs` lists the runs of the target") -> None:
-        super().__init__(Exit.RUN_NOT_FOUND, message, hint)

@@ -6,9 +6,9 @@ import re
 from pathlib import PurePosixPath
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field
 
-from dflash_ops.errors import DflashError, Exit, UsageError
+from dflash_ops.errors import UsageError
 
 RUN_NAME = re.compile(r"[a-z0-9][a-z0-9-]{0,62}\Z")
 
@@ -145,17 +145,3 @@ class RunRecord(Record):
     started: Started | None = None
     exit: ExitRecord | None = None
     kill_requested: KillRequest | None = None
-
-
-def parse_record(value: dict[str, Any]) -> RunRecord:
-    """A RunRecord out of a frame. Raises DflashError when the container's files are not what they should be."""
-    try:
-        return RunRecord.model_validate(value)
-    except ValidationError as error:
-        where = ".".join(str(part) for part in error.errors()[0]["loc"])
-        raise DflashError(
-            Exit.INTERNAL,
-            f"the records of run {str(value.get('run'))[:63]!r} in the container are damaged at {where}",
-            "look at the files in its run directory",
-            detail=str(error),
-        ) from error

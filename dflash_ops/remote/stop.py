@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from typing import Any, Dict, Optional
 
@@ -11,6 +12,7 @@ from dflash_ops.remote.common import TEMPORARY, Channel, Refusal, RunPaths
 _POLL = 0.2
 _AFTER_FORCE = 15.0  # seconds for systemd to bury what was killed and for the recorder to write
 _GPU_FREE = 20.0  # seconds for the driver to give the memory back
+_LAUNCH = 45.0  # seconds for a launch of the same run to let go of its lock
 _DEAD = ("inactive", "failed")
 
 
@@ -23,6 +25,11 @@ def main(request: Dict[str, Any], channel: Channel) -> Dict[str, Any]:
     """
     paths = common.find_run(request["root"], request.get("run"))
     unit = _show(paths)
+    if _dead(unit) and not os.path.exists(paths.started):
+        # A launch may be under way: between its mkdir and its started.json, which it holds the lock for, there is no
+        # unit yet. It must not begin after we have said that the run has ended.
+        with common.locked(os.path.join(request["root"], "launch.lock"), _LAUNCH):
+            unit = _show(paths)
     started = common.read_json(paths.started) or {}
     if _dead(unit):
         channel.event(run=paths.run, state="already ended")
@@ -35,6 +42,10 @@ def main(request: Dict[str, Any], channel: Channel) -> Dict[str, Any]:
         )
     used = _gpu_memory(paths, request)
     channel.pause(0)  # a kill that was given up while the container was frozen must not happen when it thaws
+    if _dead(_show(paths)) or os.path.exists(paths.exit):
+        # It ended by itself while nvidia-smi was asked: a kill request now would hide how.
+        channel.event(run=paths.run, state="already ended")
+        return _answer("already-ended", paths, request, None)
     grace, force = float(request["grace"]), bool(request["force"])
     # The record comes first: whatever happens next, the end will be known as asked for.
     if common.read_json(paths.kill_requested) is None or force:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import os
@@ -18,8 +19,10 @@ from rich.console import Console
 from dflash_ops import live, render
 from dflash_ops.checkpoint import checkpoint
 from dflash_ops.errors import Exit, UsageError
+from dflash_ops.kill import KillOptions, kill
 from dflash_ops.remote import checkpoint as remote_checkpoint
 from dflash_ops.remote import common
+from dflash_ops.remote import stop as remote_stop
 from dflash_ops.report import Status
 from dflash_ops.runs import runs
 from dflash_ops.seen import last_seen
@@ -353,6 +356,46 @@ def test_a_run_that_ended_is_not_asked(container: Container) -> None:
     container.run("r1", ABSENT)
     with pytest.raises(RemoteRefusal, match="not running"):
         checkpoint(container.session(), "r1", 20)
+
+
+# ---- kill --------------------------------------------------------------------------------------------------
+
+
+def test_a_kill_waits_for_a_launch_that_is_under_way(container: Container, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = container.run("r1", ABSENT)
+    (folder / "started.json").unlink()
+    stopped = []
+
+    @contextlib.contextmanager
+    def locked(path: str, seconds: float) -> Iterator[None]:
+        assert path == str(container.root / "launch.lock")
+        container.units["dflash-r1.service"] = alive()  # the launch got through before it let go of its lock
+        yield
+
+    def systemctl(*words: str) -> None:
+        stopped.append(words)
+        container.units["dflash-r1.service"] = ABSENT
+
+    monkeypatch.setattr(common, "locked", locked)
+    monkeypatch.setattr(remote_stop, "_systemctl", systemctl)
+    assert kill(container.session(), KillOptions("r1")).outcome == "stopped"
+    assert stopped
+
+
+def test_a_run_that_dies_before_it_is_asked_to_stop_keeps_its_reason(
+    container: Container, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = container.run("r1", alive())
+
+    def slow_nvidia_smi(*_: Any) -> None:
+        (folder / "exit.json").write_text(json.dumps(ended("exit-code", "exited", "1")))
+        container.units["dflash-r1.service"] = {"LoadState": "loaded", "ActiveState": "failed", "Result": "exit-code"}
+
+    monkeypatch.setattr(remote_stop, "_gpu_memory", slow_nvidia_smi)
+    monkeypatch.setattr(remote_stop, "_systemctl", lambda *words: pytest.fail("it was asked to stop"))
+    answer = kill(container.session(), KillOptions("r1"))
+    assert (answer.outcome, answer.verdict.state) == ("already-ended", "failed")
+    assert not (folder / "kill-requested.json").exists()
 
 
 # ---- drawing -----------------------------------------------------------------------------------------------
