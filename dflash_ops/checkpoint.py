@@ -8,7 +8,7 @@ from pydantic import Field, ValidationError
 
 from dflash_ops.document import Document
 from dflash_ops.probes.snapshot import Checkpoint
-from dflash_ops.run import check_run_name
+from dflash_ops.run import RunName, check_run_name
 from dflash_ops.session import Session
 from dflash_ops.transport.base import BadAnswer
 
@@ -17,7 +17,7 @@ class Saved(Document):
     """The answer of `dflash checkpoint`."""
 
     kind: Literal["saved"] = "saved"
-    run: str
+    run: RunName
     checkpoint: Checkpoint
     seconds: float = Field(description="From the request to the manifest, which is written last")
 

@@ -490,7 +490,9 @@ def _fail(error: DflashError) -> NoReturn:
     if Common.debug:
         import traceback
 
-        traceback.print_exception(error)
+        # The exceptions hold what the container said: their text, too, is made safe.
+        for line in "".join(traceback.format_exception(error)).splitlines():
+            print(visible(line), file=sys.stderr)
         for line in error.detail.splitlines():
             print(f"  | {visible(line)}", file=sys.stderr)
     sys.exit(error.code)

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from dflash_ops.document import Document
+from dflash_ops.document import Document, Printable
 from dflash_ops.environment import interpreter
 from dflash_ops.errors import DflashError, Exit
 from dflash_ops.facts import Cache, DiskFacts, Facts, Imported, Python, System, Torch, Tree, Unread, read_facts
@@ -34,10 +34,10 @@ class Line(BaseModel):
 
     model_config = ConfigDict(frozen=True)
 
-    topic: str
+    topic: Printable
     level: Level
-    text: str
-    cure: str | None = None
+    text: Printable
+    cure: Printable | None = None
 
 
 class Diagnosis(Document):

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
-from dflash_ops.text import rfc3339
+from dflash_ops.text import rfc3339, visible
+
+# What a container wrote, safe to print from the moment that it is read.
+Printable = Annotated[str, AfterValidator(visible)]
+# Unix seconds that a calendar has (to the year 9999).
+Epoch = Annotated[float, Field(ge=0, lt=253_402_300_800, allow_inf_nan=False)]
 
 
 class Document(BaseModel):

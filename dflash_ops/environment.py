@@ -21,7 +21,7 @@ from dflash_ops.errors import ConfigurationError, UsageError
 from dflash_ops.inventory import EnvironmentEntry, Inventory
 from dflash_ops.progress import transfer_bar
 from dflash_ops.release import pack_wheels
-from dflash_ops.run import RootPaths
+from dflash_ops.run import RootPaths, RunName
 from dflash_ops.session import Session, parsed
 from dflash_ops.text import age, size, visible
 
@@ -188,7 +188,7 @@ def platform_tags(machine: str, glibc: str | None) -> list[str]:
 class Built(BaseModel):
     """A locked environment in the container."""
 
-    lock: str
+    lock: str = Field(pattern=r"^[0-9a-f]{32}$")
     environments: list[str] = Field(
         default_factory=list, description="Entries of this inventory whose lock file has this hash"
     )
@@ -197,7 +197,7 @@ class Built(BaseModel):
     packages: int | None
     built: float | None = Field(description="Unix seconds by the container's clock")
     bytes: int
-    runs: list[str] = Field(description="Runs that were launched with it, the newest first")
+    runs: list[RunName] = Field(description="Runs that were launched with it, the newest first")
 
 
 class _Listed(BaseModel):

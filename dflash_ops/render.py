@@ -292,8 +292,9 @@ def show_waited(answer: Waited) -> None:
 
 def show_saved(answer: Saved) -> None:
     """Print it."""
-    name = visible(answer.checkpoint.name, 80)
-    console().print(f"run {answer.run} saved {name} (step {answer.checkpoint.step}) in {answer.seconds:.1f} s")
+    console().print(
+        f"run {answer.run} saved {answer.checkpoint.name} (step {answer.checkpoint.step}) in {answer.seconds:.1f} s"
+    )
 
 
 def show_pulled(answer: Pulled) -> None:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import re
 from pathlib import PurePosixPath
-from typing import Any
+from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from dflash_ops.document import Epoch, Printable
 from dflash_ops.errors import UsageError
 
 RUN_NAME = re.compile(r"[a-z0-9][a-z0-9-]{0,62}\Z")
+RunName = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9-]{0,62}$")]  # the same rule in an answer of the container
 
 
 def check_run_name(name: str) -> str:
@@ -85,26 +87,26 @@ class RunSpec(Record):
     """spec.json: what was asked."""
 
     schema_version: int = Field(1, alias="schema")
-    run: str
-    job: str
-    target: str
-    created: float  # unix seconds, the container's clock
-    launched_by: str  # user@machine of the laptop
-    release: str  # content hash
-    environment: str
-    python: str  # the interpreter's path
-    lock: str | None = None  # hash of the lock file when the environment is a locked one
+    run: Printable
+    job: Printable
+    target: Printable
+    created: Epoch  # unix seconds, the container's clock
+    launched_by: Printable  # user@machine of the laptop
+    release: Printable  # content hash
+    environment: Printable
+    python: Printable  # the interpreter's path
+    lock: Printable | None = None  # hash of the lock file when the environment is a locked one
     config: dict[str, Any]
     gpus: GpuRoles
     variables: list[str] = Field(default_factory=list)  # names only: values may be secrets
     watchdog: int | None = None  # seconds
-    resumed_from: str | None = None  # the run directory whose newest whole checkpoint it began with
+    resumed_from: Printable | None = None  # the run directory whose newest whole checkpoint it began with
 
 
 class Started(Record):
     """started.json: systemd took the unit."""
 
-    time: float
+    time: Epoch
     unit: str
     invocation_id: str
     boot_id: str
@@ -116,7 +118,7 @@ class Started(Record):
 class ExitRecord(Record):
     """exit.json, written by the unit's ExecStopPost with the words that systemd gives it."""
 
-    time: float
+    time: Epoch
     result: str  # success, exit-code, signal, timeout, watchdog, oom-kill, ...
     exit_code: str | None  # exited, killed, dumped
     exit_status: str | None  # a number or a signal's name
@@ -131,7 +133,7 @@ class ExitRecord(Record):
 class KillRequest(Record):
     """kill-requested.json: somebody asked for the end."""
 
-    time: float
+    time: Epoch
     by: str
     grace: float
     force: bool = False

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from pydantic import BaseModel, ValidationError
 
 from dflash_ops.run import RootPaths
+from dflash_ops.text import visible
 from dflash_ops.transport.base import BadAnswer, Frame, Program, Reply, Transport
 
 if TYPE_CHECKING:
@@ -46,9 +47,9 @@ class Session:
         self.paths = RootPaths(self.root)
 
     def say(self, text: str) -> None:
-        """One line of progress, on stderr."""
+        """Progress, on stderr; whatever of it the container wrote is made safe to print."""
         if not self.quiet:
-            print(text, file=sys.stderr, flush=True)
+            print("\n".join(map(visible, text.split("\n"))), file=sys.stderr, flush=True)
 
     def call(
         self,

@@ -6,6 +6,7 @@ printed passes through `visible` first: colours are dropped, every other control
 
 from __future__ import annotations
 
+import math
 import re
 from datetime import UTC, datetime
 
@@ -43,7 +44,9 @@ def decoded(data: bytes) -> str:
 
 
 def age(seconds: float) -> str:
-    """A duration in at most two units: `41s`, `12m`, `3h 12m`, `2d 4h`."""
+    """A duration in at most two units: `41s`, `12m`, `3h 12m`, `2d 4h`; `?` for what is no number."""
+    if not math.isfinite(seconds):
+        return "?"
     whole = max(0, int(seconds))
     days, hours, minutes = whole // 86400, whole % 86400 // 3600, whole % 3600 // 60
     if days:

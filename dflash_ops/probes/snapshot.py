@@ -7,10 +7,12 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from dflash_ops.document import Epoch
 from dflash_ops.probes.gpu import GpuReading, GpuUnknown, RawGpu, read_gpu, roles_of
 from dflash_ops.probes.log import Disk, LogReading, RawLog, read_log
 from dflash_ops.probes.unit import RawUnit, UnitReading, UnitRunning, UnitStarting, UnitStopping, read_unit
-from dflash_ops.run import ExitRecord, GpuRoles, KillRequest, Record, RunRecord, RunSpec, Started
+from dflash_ops.run import ExitRecord, GpuRoles, KillRequest, Record, RunName, RunRecord, RunSpec, Started
+from dflash_ops.text import visible
 from dflash_ops.transport.base import BadAnswer
 
 # Loading a model and compiling for it are silent for minutes; a step is not.
@@ -23,8 +25,8 @@ class Step(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="ignore")
 
-    step: int
-    total_steps: int | None = None
+    step: int = Field(ge=0, lt=1 << 63)
+    total_steps: int | None = Field(None, lt=1 << 63)
     epoch: int | None = None
     time: float | None = None
     loss: float | None = None
@@ -75,9 +77,9 @@ class Checkpoint(BaseModel):
 
     model_config = ConfigDict(frozen=True)
 
-    name: str
+    name: str = Field(pattern=r"^step-[0-9]{1,12}$")
     step: int
-    time: float
+    time: Epoch
 
 
 class Snapshot(BaseModel):
@@ -108,8 +110,8 @@ class _Metrics(BaseModel):
 
 
 class _Raw(BaseModel):
-    run: str
-    time: float
+    run: RunName
+    time: Epoch
     monotonic: float
     boot_id: str
     age: float
@@ -163,7 +165,7 @@ def _record(run: str, values: dict[str, Any]) -> tuple[RunRecord, tuple[str, ...
         "kill_requested": KillRequest,
     }
     listed = values.get("unreadable")
-    unreadable = [str(name) for name in listed] if isinstance(listed, list) else []
+    unreadable = [visible(str(name), 100) for name in listed] if isinstance(listed, list) else []
     found: dict[str, Any] = {}
     for name, model in models.items():
         if values.get(name) is None:

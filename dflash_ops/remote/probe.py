@@ -15,7 +15,7 @@ from dflash_ops.remote.common import Channel, Refusal, RunPaths
 # Keys of a metrics line that the laptop draws a history of; the newest line goes over whole.
 _HISTORY = ("step", "total_steps", "time", "loss", "accept_length", "tokens_per_second", "step_seconds")
 _UNIT_SUCCESS = "7ad2d189f7e94e70a38c781354912448"  # SD_MESSAGE_UNIT_SUCCESS of systemd
-_CHECKPOINT = re.compile(r"step-(\d{1,12})\Z")
+_CHECKPOINT = re.compile(r"step-([0-9]{1,12})\Z")
 
 
 def main(request: Dict[str, Any], channel: Channel) -> Dict[str, Any]:

@@ -130,6 +130,12 @@ def test_hostile_text_in_an_error_cannot_reach_the_terminal(folder: Path) -> Non
     assert "\x07" not in done.stderr
 
 
+def test_hostile_text_cannot_reach_the_terminal_by_a_traceback_either(folder: Path) -> None:
+    done = dflash(folder, "--debug", "launch", "\x1b]0;title\x07evil\x1b[2J")
+    assert "Traceback" in done.stderr
+    assert "\x1b" not in done.stderr
+
+
 def test_a_reader_that_has_enough_ends_it_quietly(folder: Path) -> None:
     config = "{" + ", ".join(f"key{index}: {'x' * 100}" for index in range(5000)) + "}"
     text = (folder / "inventory.yaml").read_text().replace("{a: 1}", config)

@@ -267,6 +267,25 @@ def test_each_fault_gives_its_line_and_a_cure(change: dict[str, Any], topic: str
     assert line.cure or level == "unknown"
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"system__os": "\x1b[2J"},
+        {"system": {"error": "\x1b[2J"}},
+        {"disk": {"error": "\x1b[2J"}},
+        {"limits": {"open files": ["1024", "\x1b[2J"]}},
+        {"python__implementation": "\x1b[2J"},
+        {"python__version": "\x1b[2J"},
+        {"hooks": {"error": "\x1b[2J"}},
+        {"imported__cuda": "\x1b[2J"},
+    ],
+)
+def test_no_fact_of_a_container_can_steer_the_terminal(change: dict[str, Any]) -> None:
+    text = "".join(f"{line.topic}{line.text}{line.cure}" for line in all_lines(given(**change)))
+    assert "\x1b" not in text
+    assert "\\x1b[2J" in text
+
+
 def test_a_clock_that_is_an_hour_off_is_a_warning_in_both_directions() -> None:
     facts = given()
     for offset, word in ((3600.0, "behind"), (-3600.0, "ahead")):

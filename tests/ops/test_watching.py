@@ -158,6 +158,55 @@ def test_status_of_a_failed_run_shows_the_end_of_its_log(container: Container) -
     assert "│ ValueError: \\x1b[2J17 rows, 16 wanted" in text
 
 
+HOSTILE = "\x1b]0;title\x07\x1b[2J"
+
+
+def test_no_record_of_a_run_can_steer_the_terminal(container: Container) -> None:
+    folder = container.run("r1", alive())
+    spec = json.loads((folder / "spec.json").read_text())
+    words = ("job", "target", "launched_by", "release", "environment", "python", "resumed_from")
+    (folder / "spec.json").write_text(json.dumps({**spec, **dict.fromkeys(words, HOSTILE)}))
+    text = shown(render.status_view(status(container.session(), "r1")))
+    assert "\\x1b]0;title" in text
+    assert not {"\x1b", "\x07"} & set(text)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"run": HOSTILE},
+        {"run": "../r1"},
+        {"checkpoints": [{"name": HOSTILE, "step": 1, "time": 1.0}]},
+        {"time": float("inf")},
+        {"time": float("nan")},
+        {"time": 1e18},
+    ],
+)
+def test_a_probe_that_answers_nonsense_is_refused_in_a_sentence(container: Container, change: dict[str, Any]) -> None:
+    container.run("r1", alive())
+    value = container.session().call("probe", {"run": "r1"}).value
+    session = Session(INVENTORY, "lab", FakeTransport({"probe": [{**value, **change}]}), quiet=True)
+    with pytest.raises(BadAnswer):
+        status(session, "r1")
+
+
+def test_a_record_with_an_impossible_time_or_a_giant_step_is_damage_and_not_a_crash(container: Container) -> None:
+    folder = container.run("r1", alive())
+    spec = json.loads((folder / "spec.json").read_text())
+    (folder / "spec.json").write_text(json.dumps({**spec, "created": 1e300}))
+    (folder / "metrics.jsonl").write_text(json.dumps({"kind": "step", "step": 10**400, "total_steps": 1}) + "\n")
+    answer = status(container.session(), "r1")
+    assert (answer.state, answer.unreadable, answer.progress) == ("running", ("spec.json",), None)
+    assert "spec.json is damaged" in shown(render.status_view(answer))
+
+
+def test_progress_that_the_container_words_cannot_steer_the_terminal(
+    container: Container, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Session(INVENTORY, "lab", FakeTransport({})).say(f"\n  waiting, {HOSTILE} s")
+    assert capsys.readouterr().err == "\n  waiting, \\x1b]0;title\\x07\\x1b[2J s\n"
+
+
 def test_a_damaged_record_does_not_hide_the_rest(container: Container) -> None:
     folder = container.run("r1", alive())
     (folder / "spec.json").write_text('{"run": ')
