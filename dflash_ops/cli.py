@@ -7,11 +7,13 @@ import os
 import sys
 from collections.abc import Callable
 from gc import freeze, set_threshold
+from io import TextIOWrapper
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn
 
 import typer
+from typer.core import TyperGroup
 
 from dflash_ops.errors import DflashError, Exit, UsageError
 
@@ -21,8 +23,21 @@ if TYPE_CHECKING:
     from dflash_ops.session import Session
     from dflash_ops.transport.ssh import UnknownKey
 
+
+class Verbs(TyperGroup):
+    """All verbs; one whose reader has enough ends quietly, where click would make it exit code 1."""
+
+    def invoke(self, ctx: Any) -> Any:
+        """See click."""
+        try:
+            return super().invoke(ctx)
+        except BrokenPipeError:
+            _no_reader()
+
+
 app = typer.Typer(
     name="dflash",
+    cls=Verbs,
     help="Launch, watch and control DFlash training runs in an LXC container.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
@@ -217,9 +232,6 @@ def tail_logs(
         except KeyboardInterrupt:
             sys.stdout.flush()
             opened.say("\ndetached: the run is not affected; `dflash tail-logs` looks again")
-            return
-        except BrokenPipeError:  # `| head` has enough; click would make it exit code 1
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             return
         if follow:
             opened.say(f"-- {render.verdict_line(ended)}")
@@ -474,6 +486,14 @@ def confirm(question: str) -> None:
 
 
 def _fail(error: DflashError) -> NoReturn:
+    try:
+        _say(error)
+    except BrokenPipeError:
+        _no_reader()
+    sys.exit(error.code)
+
+
+def _say(error: DflashError) -> None:
     from dflash_ops.text import visible
 
     if Common.json:
@@ -495,7 +515,21 @@ def _fail(error: DflashError) -> NoReturn:
             print(visible(line), file=sys.stderr)
         for line in error.detail.splitlines():
             print(f"  | {visible(line)}", file=sys.stderr)
-    sys.exit(error.code)
+
+
+def _mend_streams() -> None:
+    """Standard streams that were closed lead nowhere; what a stream cannot encode is spelled out."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_RDWR), mode, encoding="utf-8"))
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
+
+
+def _no_reader() -> None:
+    """`dflash … | head`: the reader has enough. Python would complain when it flushes once more at exit."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def main() -> None:
@@ -503,20 +537,20 @@ def main() -> None:
     # A command lives for a second. As Python comes, it would search all that was imported for garbage several times
     # meanwhile, 25 ms each, and for 100 ms more at its end.
     set_threshold(100_000)
+    _mend_streams()
     try:
+        app(prog_name="dflash")
+    except DflashError as error:
+        _fail(error)
+    except Exception as error:
+        message = f"a fault in dflash itself: {type(error).__name__}: {error}"
+        _fail(DflashError(Exit.INTERNAL, message, "--debug shows where"))
+    finally:
+        freeze()
         try:
-            app(prog_name="dflash")
-        except DflashError as error:
-            _fail(error)
-        except Exception as error:
-            message = f"a fault in dflash itself: {type(error).__name__}: {error}"
-            _fail(DflashError(Exit.INTERNAL, message, "--debug shows where"))
-        finally:
-            freeze()
             sys.stdout.flush()
-    except BrokenPipeError:
-        # `dflash … | head`: the reader has enough. Python would complain when it flushes once more at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        except BrokenPipeError:  # the exit code stays what it is
+            _no_reader()
 
 
 if __name__ == "__main__":

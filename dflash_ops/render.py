@@ -58,9 +58,15 @@ STATE_STYLES = {
 _BAD = ("failed", "lost", "stalled")
 
 
+class _Console(Console):
+    def on_broken_pipe(self) -> None:
+        """The command line ends it, as it does for all that is printed otherwise."""
+        raise BrokenPipeError
+
+
 def console() -> Console:
     """Where answers go. Piped output is not wrapped: a line stays a line for grep."""
-    return Console(highlight=False, markup=False, emoji=False, width=None if sys.stdout.isatty() else 1000)
+    return _Console(highlight=False, markup=False, emoji=False, width=None if sys.stdout.isatty() else 1000)
 
 
 def sparkline(values: Sequence[float | None], width: int = 24) -> str:

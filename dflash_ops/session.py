@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
@@ -49,7 +50,8 @@ class Session:
     def say(self, text: str) -> None:
         """Progress, on stderr; whatever of it the container wrote is made safe to print."""
         if not self.quiet:
-            print("\n".join(map(visible, text.split("\n"))), file=sys.stderr, flush=True)
+            with contextlib.suppress(BrokenPipeError):  # that nobody reads it does not stop the work
+                print("\n".join(map(visible, text.split("\n"))), file=sys.stderr, flush=True)
 
     def call(
         self,
