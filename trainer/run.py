@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import transformers
+from torch import Tensor
 
 from trainer import checkpoint, config
 from trainer.checkpoint import Checkpoint, CheckpointError
@@ -31,7 +32,7 @@ from trainer.pipeline.supervisor import Pipeline
 from trainer.pipeline.types import Hooks, PipelineError, StepReport, TrainState
 from trainer.signals import Signals
 from trainer.target import load_tokenizer
-from trainer.telemetry import Telemetry, pool, status_line
+from trainer.telemetry import Telemetry, checkpoint_metrics, pool, status_line
 
 logger = logging.getLogger(__name__)
 
@@ -164,7 +165,7 @@ class Watch:
         self._notifier.expect_silence(SILENCE_SECONDS)
         return True
 
-    def _save(self, state: TrainState, report: StepReport | None) -> None:
+    def _save(self, state: TrainState, sums: Tensor | None) -> None:
         rows = rows_per_step(self._settings)
         path = checkpoint.save(
             self._run_dir / "checkpoints",
@@ -178,7 +179,7 @@ class Watch:
                 "rows_per_step": rows,
                 "content_hash": self._source.content_hash,
             },
-            metrics=self._telemetry.since_checkpoint() if self._telemetry is not None else {},
+            metrics=checkpoint_metrics(sums) if sums is not None else {},
             keep=self._settings.checkpoint,
         )
         logger.info("checkpoint of step %d: %s", state.step, path)

@@ -12,12 +12,12 @@ from __future__ import annotations
 import json
 import math
 import os
-import threading
 import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
 from trainer.config import TelemetryConfig
@@ -40,7 +40,7 @@ class Sink(Protocol):
 
 
 class Telemetry:
-    """Pools step reports and writes a line for each window. `step` is for one thread, `since_checkpoint` for any."""
+    """Pools step reports and writes a line for each window. For one thread."""
 
     def __init__(self, run_dir: Path, config: TelemetryConfig, settings: Mapping[str, Any], start_step: int) -> None:
         """Open the sinks; `settings` describes the run to those that record one, `start_step` is where it goes on.
@@ -52,8 +52,6 @@ class Telemetry:
         self._every = config.every
         self._window: list[StepReport] = []
         self._wrote_first = False
-        self._lock = threading.Lock()
-        self._since_checkpoint: Tensor | None = None
         path = run_dir / "metrics.jsonl"
         self._file = path.open("a", buffering=1)
         if not _ends_with_newline(path):  # a kill in the middle of a line: what follows must not be glued to it
@@ -74,22 +72,10 @@ class Telemetry:
         Returns what it wrote, see `pool`.
         """
         self._window.append(report)
-        with self._lock:
-            self._since_checkpoint = _added(self._since_checkpoint, report.sums)
         if self._wrote_first and report.step % self._every and report.step != report.total_steps:
             return None
         self._wrote_first = True
         return self._flush()
-
-    def since_checkpoint(self) -> dict[str, float]:
-        """Loss and accepted length pooled over the steps since this was last called; empty when there were none."""
-        with self._lock:
-            sums, self._since_checkpoint = self._since_checkpoint, None
-        if sums is None:
-            return {}
-        summary = summarise(sums)
-        values = {name: float(value) for name, value in summary.items() if isinstance(value, float)}
-        return {name: value for name, value in values.items() if math.isfinite(value)}
 
     def close(self) -> None:
         """Write what the window holds and close every sink."""
@@ -119,11 +105,7 @@ def pool(reports: list[StepReport]) -> dict[str, Any]:
     `grad_norm` and `step_seconds` are means over the steps; rates are totals over the time that the steps took.
     """
     last = reports[-1]
-    sums: Tensor | None = None
-    for report in reports:
-        sums = _added(sums, report.sums)
-    assert sums is not None
-    summary = summarise(sums)
+    summary = summarise(torch.stack([report.sums for report in reports]).sum(0))
     seconds = sum(report.step_seconds for report in reports)
     return {
         "step": last.step,
@@ -156,6 +138,11 @@ def scalars(record: Mapping[str, Any]) -> dict[str, float]:
     return {
         name: float(value) for name, value in values.items() if isinstance(value, int | float) and math.isfinite(value)
     }
+
+
+def checkpoint_metrics(sums: Tensor) -> dict[str, float]:
+    """What a checkpoint notes of the steps since the one before, whose pooled slot sums these are."""
+    return {name: value for name, value in summarise(sums).items() if isinstance(value, float) and math.isfinite(value)}
 
 
 def status_line(record: Mapping[str, Any]) -> str:
@@ -210,10 +197,6 @@ def _ends_with_newline(path: Path) -> bool:
         size = file.seek(0, os.SEEK_END)
         file.seek(max(0, size - 1))
         return file.read(1) in (b"", b"\n")
-
-
-def _added(total: Tensor | None, sums: Tensor) -> Tensor:
-    return sums.clone() if total is None else total + sums
 
 
 def _finite(value: Any) -> Any:

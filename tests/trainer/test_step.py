@@ -123,9 +123,17 @@ def test_only_the_chunks_that_hold_supervised_slots_meet_the_head(valid_anchors:
         chunk()
 
     step._pieces = (forward, counted, *others)
-    row = rows(1)[0].row
-    padded = replace(row, anchor_valid=torch.arange(tiny.ANCHORS) < valid_anchors)
-    prepared = PreparedRow.of(padded, tiny.BLOCK, pin=False)
+    row = Row(  # one document, and anchors whose blocks end inside it: every slot of a valid anchor is supervised
+        number=0,
+        epoch=0,
+        input_ids=torch.arange(tiny.LENGTH) % tiny.VOCABULARY,
+        position_ids=torch.arange(tiny.LENGTH),
+        document_start=torch.zeros(tiny.LENGTH, dtype=torch.int64),
+        loss_mask=torch.ones(tiny.LENGTH, dtype=torch.bool),
+        anchors=torch.arange(tiny.ANCHORS) * ((tiny.LENGTH - tiny.BLOCK) // tiny.ANCHORS),
+        anchor_valid=torch.arange(tiny.ANCHORS) < valid_anchors,
+    )
+    prepared = PreparedRow.of(row, tiny.BLOCK, pin=False)
     assert prepared.valid_slots == valid_anchors * (tiny.BLOCK - 1)
     step.load(prepared.row, *features(0))
     step.accumulate(prepared.valid_slots)

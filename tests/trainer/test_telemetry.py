@@ -126,21 +126,6 @@ def test_a_resumed_run_appends_and_its_first_step_is_written_at_once(tmp_path: P
     assert json.loads(texts[2])["kind"] == "resume"
 
 
-def test_the_length_that_decides_on_the_best_checkpoint_is_pooled_since_the_last_one(tmp_path: Path) -> None:
-    sink = telemetry(tmp_path)
-    assert sink.since_checkpoint() == {}
-    reports = [report(step) for step in range(1, 6)]
-    for each in reports[:2]:
-        sink.step(each)
-    sink.since_checkpoint()
-    for each in reports[2:]:
-        sink.step(each)
-    pooled = sum(each.sums for each in reports[2:])
-    assert isinstance(pooled, torch.Tensor)
-    assert sink.since_checkpoint()["accept_length"] == pytest.approx(1 + float(pooled[4] / pooled[5]))
-    sink.close()
-
-
 def test_tensorboard_receives_the_scalars(tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 

@@ -16,6 +16,7 @@ import json
 import os
 import threading
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Protocol
@@ -54,35 +55,44 @@ class Group:
     ranks: int  # devices with a drafter, of all processes
 
     @classmethod
-    def join(cls, local: list[torch.device]) -> Group:
+    def join(cls, local: list[torch.device], agreed: Mapping[str, Any]) -> Group:
         """Meet the run's other processes, if torchrun's environment variables tell of any.
 
         Args:
             local: the device of each drafter in this process.
+            agreed: what has to be the same in all processes, by the name that people know it by; JSON-able. Replicas
+                that begin apart stay apart, and no sum of gradients shows it.
+
+        Raises:
+            ExchangeError: the others can't be met, or are set up otherwise.
         """
-        mine = (len(local), len(_shared(local)))
         if int(os.environ.get("WORLD_SIZE", "1")) == 1:
-            return cls(HashStore(), 0, 1, 0, mine[0], 0, mine[1])
+            return cls(HashStore(), 0, 1, 0, len(local), 0, len(_shared(local)))
+        mine = {"drafters": len(local), "ranks": len(_shared(local)), "agreed": dict(agreed)}
         try:
             # Knows whether torchrun's agent already serves the store or process 0 has to.
             store, process, processes = next(rendezvous("env://", timeout=TIMEOUT))
-            store.set(f"dflash/drafters/{process}", json.dumps(mine))
-            counts = [json.loads(store.get(f"dflash/drafters/{other}")) for other in range(processes)]
+            store.set(f"dflash/process/{process}", json.dumps(mine))
+            everyone = [json.loads(store.get(f"dflash/process/{other}")) for other in range(processes)]
         except (ValueError, RuntimeError) as error:
             raise ExchangeError(
                 f"process {os.environ.get('RANK')} of {os.environ.get('WORLD_SIZE')} could not meet the others at "
                 f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}: {error}"
             ) from error
-        before, everyone = counts[:process], counts
-        return cls(
+        before = everyone[:process]
+        group = cls(
             store,
             process,
             processes,
-            sum(c[0] for c in before),
-            sum(c[0] for c in everyone),
-            sum(c[1] for c in before),
-            sum(c[1] for c in everyone),
+            sum(other["drafters"] for other in before),
+            sum(other["drafters"] for other in everyone),
+            sum(other["ranks"] for other in before),
+            sum(other["ranks"] for other in everyone),
         )
+        if difference := _difference([other["agreed"] for other in everyone]):
+            group.leave()  # the server of the store stays until all have read it
+            raise ExchangeError(difference)
+        return group
 
     def report_failure(self, text: str) -> None:
         """Tell the other processes that this one is going down, and why."""
@@ -108,8 +118,6 @@ class Group:
 
     def exchanges(self, local: list[torch.device]) -> list[Exchange]:
         """One exchange for each drafter of this process, in their order; see `Exchange.connect`."""
-        if len({device.type for device in local}) > 1:
-            raise ExchangeError("drafters on CPU and on CUDA devices cannot exchange gradients: use one kind")
         shared = _shared(local)
         meeting = threading.Barrier(len(shared))
         result: list[Exchange | None] = [None] * len(local)
@@ -124,6 +132,19 @@ class Group:
                 for place, member in enumerate(members):
                     result[member] = SharedDevice(room, place, among_devices if place == 0 else Alone())
         return [exchange for exchange in result if exchange is not None]
+
+
+def _difference(agreed: list[dict[str, Any]]) -> str | None:
+    """A sentence on the first thing that a process has otherwise than process 0."""
+    first = agreed[0]
+    for process, other in enumerate(agreed[1:], start=1):
+        for name in first | other:
+            if first.get(name) != other.get(name):
+                return (
+                    f"the processes of a run must begin alike, but process 0 has {name} {first.get(name)} and process "
+                    f"{process} has {other.get(name)}: give all of them the same configuration, data and checkpoint"
+                )
+    return None
 
 
 def _shared(devices: list[torch.device]) -> list[list[int]]:

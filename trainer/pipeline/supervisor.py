@@ -8,12 +8,14 @@ with the first cause otherwise; both within bounded time.
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import queue
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import asdict
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,7 +28,7 @@ from trainer.drafter.model import fresh_weights
 from trainer.pipeline.exchange import Group, PeerError
 from trainer.pipeline.plan import Plan, describe, total_steps
 from trainer.pipeline.queues import Ring
-from trainer.pipeline.types import Hooks, Outcome, PipelineConfigError, PipelineError, StepReport, TrainState
+from trainer.pipeline.types import Hooks, Outcome, PipelineConfigError, PipelineError, TrainState
 from trainer.pipeline.workers import (
     CheckpointWorker,
     DrafterWorker,
@@ -88,7 +90,9 @@ class Pipeline:
         drafter_devices = [_device(name) for name in config.pipeline.drafters]
         if not target_devices or not drafter_devices:
             raise PipelineConfigError("pipeline.targets and pipeline.drafters need at least one device each")
-        group = Group.join(drafter_devices)
+        if len({device.type for device in (*target_devices, *drafter_devices)}) > 1:
+            raise PipelineConfigError("pipeline.targets and pipeline.drafters mix CPUs and CUDA GPUs: use one kind")
+        group = Group.join(drafter_devices, self._agreed())
         plan = self._plan(group, len(drafter_devices))
         cache = CompileCache.of_run(config, self._drafter_config, drafter_devices[0])
         if cache is not None:
@@ -104,6 +108,7 @@ class Pipeline:
                 exchanges=group.exchanges(drafter_devices),
             )
             workers = self._workers(shared, target_devices, drafter_devices)
+            _finish_loading({*target_devices, *drafter_devices})
             for worker in workers:
                 worker.start()
             try:
@@ -123,6 +128,20 @@ class Pipeline:
             return Outcome(drafter.step, plan.total_steps, drafter.step < plan.total_steps, total)
 
     # ---------------------------------------------------------------------------------------------------------- start
+
+    def _agreed(self) -> dict[str, Any]:
+        """What all processes of the run must have alike, by the name that people know it by."""
+        config = self._config
+        described = {"drafter": asdict(self._drafter_config), "objective": config.objective.model_dump(mode="json")}
+        described["optimizer"] = config.optimizer.model_dump(mode="json")
+        settings = {f"{section}.{name}": value for section, found in described.items() for name, value in found.items()}
+        return {
+            "start step": self._start.step if self._start is not None else 0,
+            "rows": f"{self._source.total_rows} of {self._source.content_hash}",
+            "seed": config.seed,
+            "checkpoint.every": config.checkpoint.every,
+            **json.loads(json.dumps(settings)),
+        }
 
     def _plan(self, group: Group, drafters: int) -> Plan:
         accumulate, limit = self._config.optimizer.accumulate, self._config.optimizer.max_steps
@@ -256,9 +275,8 @@ class Pipeline:
             patience = SAVE_SECONDS if isinstance(thread, CheckpointWorker) else 0.0
             thread.join(max(0.0, deadline - time.monotonic()) + patience)
         self._hand_over_reports_quietly(shared)
-        if shared.emergency is not None and not any(name == "checkpoint" for name, _ in shared.failures):
-            self._save_emergency(shared.emergency, shared.last_report)
         stuck = [thread.name for thread in workers if thread.is_alive()]
+        self._save_unsaved(shared, stuck)
         return PipelineError(worker, cause, later=shared.failures[1:], stuck=stuck)
 
     def _hand_over_reports_quietly(self, shared: Shared) -> None:
@@ -267,12 +285,17 @@ class Pipeline:
         except Exception as error:
             log.warning("reports of the last steps are lost: %s", error)
 
-    def _save_emergency(self, state: TrainState, report: StepReport | None) -> None:
-        matching = report if report is not None and report.step == state.step else None
+    def _save_unsaved(self, shared: Shared, stuck: list[str]) -> None:
+        if shared.unsaved is None or any(name == "checkpoint" for name, _ in shared.failures):
+            return
+        state, sums = shared.unsaved
+        if "checkpoint" in stuck:  # one writer at a time
+            log.warning("no checkpoint of step %d: an earlier one is still being written", state.step)
+            return
 
         def save() -> None:
             try:
-                self._hooks.save(state, matching)
+                self._hooks.save(state, sums)
                 log.info("saved step %d before ending", state.step)
             except Exception as error:  # the first cause must stay the first
                 log.warning("no checkpoint of step %d: %s", state.step, error)
@@ -296,6 +319,13 @@ class _Tables:
             tied = self._target.head is self._target.embedding
             self._made[device] = embedding, embedding if tied else self._target.head.to(device, dtype)
         return self._made[device]
+
+
+def _finish_loading(devices: set[torch.device]) -> None:
+    """Wait for what this thread has put on the devices: the workers' streams do not wait for its stream."""
+    for device in devices:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
 
 
 def _device(name: str) -> torch.device:

@@ -51,7 +51,8 @@ class Hooks:
     `should_stop` and `should_checkpoint` are asked several times a second. A stop is agreed on by all drafters
     of all processes: each finishes the same step, a checkpoint is saved, and `run` returns. `should_checkpoint` asks
     for one extra checkpoint (the periodic ones follow `checkpoint.every`) and must return True once per request.
-    `save` is called in the thread "checkpoint", in the process that holds drafter 0 only, and never twice at once;
+    `save` gets the state and the `objective.slot_sums` of the steps since the checkpoint before, None where there were
+    none. It is called in the thread "checkpoint", in the process that holds drafter 0 only, and never twice at once;
     what it raises ends the run.
     """
 
@@ -60,7 +61,7 @@ class Hooks:
     on_step: Callable[[StepReport], None] = lambda report: None
     should_stop: Callable[[], bool] = lambda: False
     should_checkpoint: Callable[[], bool] = lambda: False
-    save: Callable[[TrainState, StepReport | None], None] = lambda state, report: None
+    save: Callable[[TrainState, Tensor | None], None] = lambda state, sums: None
 
 
 @dataclass(frozen=True, slots=True)

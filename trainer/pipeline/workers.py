@@ -80,7 +80,7 @@ class Shared:
     rows: Ring[PreparedRow]
     deliveries: list[Ring[Delivery]]  # one a drafter
     places: list[list[Place]]  # [drafter][place of its ring]
-    checkpoints: Ring[tuple[TrainState, StepReport | None]] = field(default_factory=lambda: Ring(1))
+    checkpoints: Ring[tuple[TrainState, Tensor | None]] = field(default_factory=lambda: Ring(1))
     exchanges: list[Exchange] = field(default_factory=list)
     reports: queue.SimpleQueue[StepReport] = field(default_factory=queue.SimpleQueue)
     started: threading.Event = field(default_factory=threading.Event)
@@ -88,8 +88,8 @@ class Shared:
     stop_requested: threading.Event = field(default_factory=threading.Event)
     checkpoint_requested: threading.Event = field(default_factory=threading.Event)
     failures: list[tuple[str, BaseException]] = field(default_factory=list)
-    emergency: TrainState | None = None  # of a failed run, at a step boundary
-    last_report: StepReport | None = None
+    # What to save when the run fails: a state at a step boundary that no checkpoint holds yet, with its sums.
+    unsaved: tuple[TrainState, Tensor | None] | None = None
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def fail(self, worker: str, error: BaseException) -> None:
@@ -271,8 +271,8 @@ class DrafterWorker(Worker):
         self._last_settled = 0.0
         self._stop_after = shared.plan.total_steps
         self._saved = 0  # checkpoints handed over
-        self._saved_step = shared.plan.start_step
-        self._report: StepReport | None = None
+        self._saved_step = shared.plan.start_step  # handed over, if not yet written
+        self._sums: Tensor | None = None  # of the steps since
         self._updating = False
         self.step = shared.plan.start_step
         self._drafter_step: DrafterStep
@@ -297,6 +297,8 @@ class DrafterWorker(Worker):
         self._weights, self._moments = {}, None
         depth = self.shared.deliveries[self._number].depth
         self.shared.places[self._number] = [Place(*step.feature_buffers()) for _ in range(depth)]
+        if self.stream is not None:  # targets write there from streams of their own
+            self.stream.synchronize()
 
     # ------------------------------------------------------------------------------------------------------ training
 
@@ -369,10 +371,10 @@ class DrafterWorker(Worker):
             )
         if numbers.stop:
             self._stop_after = min(self._stop_after, pending.step + self._lag - 1)
+        if self._saves:
+            self._sums = numbers.sums if self._sums is None else self._sums + numbers.sums
         if self._leads_process:
-            self._report = self._make_report(pending, numbers)
-            self.shared.last_report = self._report
-            self.shared.reports.put(self._report)
+            self.shared.reports.put(self._make_report(pending, numbers))
 
     def _make_report(self, pending: _Pending, numbers: StepNumbers) -> StepReport:
         now = time.monotonic()
@@ -404,7 +406,9 @@ class DrafterWorker(Worker):
         while self._pending:  # a step that was not finite must not be saved
             self._settle()
         self.shared.checkpoints.reserve(self._saved)
-        self.shared.checkpoints.put(self._saved, (self._state(), self._report))
+        handed_over = self.shared.unsaved = self._state(), self._sums
+        self.shared.checkpoints.put(self._saved, handed_over)
+        self._sums = None
         self._saved += 1
         self._saved_step = self.step
 
@@ -422,7 +426,7 @@ class DrafterWorker(Worker):
             log.warning("no checkpoint of step %d: %s", self.step, error)
             return
         if all(bool(torch.isfinite(tensor).all()) for tensor in state.drafter.values()):
-            self.shared.emergency = state
+            self.shared.unsaved = state, self._sums
         else:
             log.warning("no checkpoint of step %d: the weights are not finite", self.step)
 
@@ -433,18 +437,20 @@ class DrafterWorker(Worker):
 class CheckpointWorker(Worker):
     """Writes checkpoints, one at a time, beside the training."""
 
-    def __init__(self, shared: Shared, save: Callable[[TrainState, StepReport | None], None]) -> None:
+    def __init__(self, shared: Shared, save: Callable[[TrainState, Tensor | None], None]) -> None:
         super().__init__("checkpoint", shared, torch.device("cpu"))
         self._save = save
 
     def work(self) -> None:
         while (taken := self.shared.checkpoints.take()) is not None:
-            count, (state, report) = taken
-            self._write(state, report)
+            count, item = taken
+            self._write(item)
             self.shared.checkpoints.release(count)
 
-    def _write(self, state: TrainState, report: StepReport | None) -> None:
-        self._save(state, report if report is not None and report.step == state.step else None)
+    def _write(self, item: tuple[TrainState, Tensor | None]) -> None:
+        self._save(*item)
+        if self.shared.unsaved is item:
+            self.shared.unsaved = None
 
 
 class Statistics:

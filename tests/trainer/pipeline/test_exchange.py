@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
 from datetime import timedelta
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from trainer.pipeline.exchange import Alone, Exchange, ExchangeError, Group, SharedDevice, _Room
 from trainer.pipeline.queues import Closed
 
 CPU = torch.device("cpu")
+ROOT = Path(__file__).parents[3]
 
 
 def in_threads(exchanges: list[Exchange], work: Callable[[int, Exchange], None]) -> list[BaseException]:
@@ -39,7 +47,7 @@ def gradients(number: int) -> torch.Tensor:
 
 def gloo(count: int) -> list[Exchange]:
     devices = [CPU] * count
-    return Group.join(devices).exchanges(devices)
+    return Group.join(devices, {}).exchanges(devices)
 
 
 def sharing_a_device(count: int) -> list[Exchange]:
@@ -98,7 +106,7 @@ def test_one_drafter_alone_keeps_its_gradients() -> None:
 
 def test_drafters_on_one_gpu_are_one_rank() -> None:
     gpus = [torch.device("cuda", number) for number in (1, 1, 2, 1)]
-    group = Group.join(gpus)
+    group = Group.join(gpus, {})
     assert (group.drafters, group.ranks) == (4, 2)
     assert [type(exchange).__name__ for exchange in group.exchanges(gpus)] == [
         "SharedDevice",
@@ -108,10 +116,37 @@ def test_drafters_on_one_gpu_are_one_rank() -> None:
     ]
 
 
-def test_mixed_kinds_of_devices_are_refused() -> None:
-    devices = [CPU, torch.device("cuda:0")]
-    with pytest.raises(ExchangeError, match="use one kind"):
-        Group.join(devices).exchanges(devices)
+@pytest.mark.parametrize(
+    ("name", "mine", "theirs"), [("start step", 3, 5), ("rows", "abc", "abd"), ("total steps", 9, None)]
+)
+def test_processes_that_begin_apart_are_refused_in_one_sentence(name: str, mine: Any, theirs: Any) -> None:
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    script = (
+        "import json, sys, torch\n"
+        "from trainer.pipeline.exchange import ExchangeError, Group\n"
+        "try:\n"
+        "    Group.join([torch.device('cpu')], json.loads(sys.argv[1]))\n"
+        "except ExchangeError as error:\n"
+        "    sys.exit(str(error))\n"
+    )
+    processes = []
+    for rank, value in enumerate((mine, theirs)):
+        environment = {
+            "RANK": str(rank),
+            "WORLD_SIZE": "2",
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(store.port),
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
+        }
+        command = [sys.executable, "-c", script, json.dumps({"seed": 0, name: value})]
+        processes.append(
+            subprocess.Popen(command, cwd=ROOT, env=os.environ | environment, stderr=subprocess.PIPE, text=True)
+        )
+    for process in processes:
+        _, said = process.communicate(timeout=60)
+        assert process.returncode == 1
+        assert f"process 0 has {name} {mine} and process 1 has {theirs}: give all of them the same" in said
+        assert "Traceback" not in said
 
 
 def test_a_meeting_point_that_nobody_serves_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -119,4 +154,4 @@ def test_a_meeting_point_that_nobody_serves_is_one_sentence(monkeypatch: pytest.
     for name, value in (("RANK", "1"), ("WORLD_SIZE", "2"), ("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", "9")):
         monkeypatch.setenv(name, value)
     with pytest.raises(ExchangeError, match=r"process 1 of 2 could not meet the others at 127\.0\.0\.1:9"):
-        Group.join([CPU])
+        Group.join([CPU], {})

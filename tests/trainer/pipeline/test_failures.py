@@ -21,8 +21,9 @@ import torch
 from trainer.checkpoint import CheckpointError
 from trainer.data.rows import Row, RowSource
 from trainer.pipeline import supervisor
+from trainer.pipeline.queues import Ring
 from trainer.pipeline.types import PipelineError, StepReport, TrainState
-from trainer.pipeline.workers import NonFiniteError, TargetWorker
+from trainer.pipeline.workers import CheckpointWorker, NonFiniteError, TargetWorker
 from trainer.step import DrafterStep
 
 from . import tiny
@@ -170,7 +171,7 @@ def test_a_loss_that_is_not_a_number_ends_the_run_with_the_step_and_finite_weigh
 def test_a_full_disk_at_a_checkpoint_ends_the_run_and_is_not_tried_again() -> None:
     calls: list[int] = []
 
-    def save(state: TrainState, report: StepReport | None) -> None:
+    def save(state: TrainState, sums: torch.Tensor | None) -> None:
         calls.append(state.step)
         raise CheckpointError("checkpoint of step 5 not written: the disk is full")
 
@@ -179,6 +180,52 @@ def test_a_full_disk_at_a_checkpoint_ends_the_run_and_is_not_tried_again() -> No
     assert failure.value.worker == "checkpoint"
     assert "the disk is full" in str(failure.value)
     assert calls == [5]
+
+
+def test_a_failed_run_leaves_the_folder_to_a_writer_that_is_still_at_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(supervisor, "SAVE_SECONDS", 0.2)
+    writing, let_go = threading.Event(), threading.Event()
+    writers = 0
+
+    def save(state: TrainState, sums: torch.Tensor | None) -> None:
+        nonlocal writers
+        writers += 1
+        writing.set()
+        let_go.wait(30)
+
+    def on_step(report: StepReport) -> None:
+        if report.step == 8:
+            assert writing.wait(30)
+            raise Boom("listener broke")
+
+    config = tiny.run_config(optimizer={"max_steps": 1000}, checkpoint={"every": 5})
+    with pytest.raises(PipelineError) as failure:
+        tiny.train(config, save=save, on_step=on_step)
+    assert failure.value.stuck == ["checkpoint"]
+    assert writers == 1
+    let_go.set()
+
+
+def test_a_checkpoint_that_was_handed_over_but_not_begun_is_written_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    handed_over = threading.Event()
+    original = CheckpointWorker.work
+
+    def put(self: Ring[Any], k: int, item: Any, original: Any = Ring.put) -> None:
+        original(self, k, item)
+        if isinstance(item, tuple):  # only checkpoints are
+            handed_over.set()
+
+    def work(self: CheckpointWorker) -> None:
+        assert handed_over.wait(30)
+        self.shared.fail("target 0", Boom("just then"))
+        original(self)
+
+    monkeypatch.setattr(Ring, "put", put)
+    monkeypatch.setattr(CheckpointWorker, "work", work)
+    recorder = tiny.Recorder()
+    with pytest.raises(PipelineError, match="just then"):
+        tiny.train(tiny.run_config(checkpoint={"every": 6}), recorder)
+    assert [state.step for state in recorder.saved] == [6]
 
 
 def test_a_failing_hook_ends_the_run_in_its_own_name() -> None:

@@ -278,6 +278,27 @@ def test_a_compiled_run_equals_an_eager_one_and_starts_from_a_warmed_cache(tmp_p
         assert report["cache_bytes"] > 0
 
 
+def test_a_checkpoint_comes_with_the_sums_of_all_steps_since_the_one_before_however_slow_the_listener() -> None:
+    recorder = tiny.Recorder()
+
+    def on_step(report: StepReport) -> None:
+        time.sleep(0.05)
+        recorder.steps.append(report)
+
+    tiny.train(tiny.run_config(checkpoint={"every": 2}), recorder, on_step=on_step)
+    assert [state.step for state in recorder.saved] == [2, 4, 6]
+    for number, sums in enumerate(recorder.saved_sums):
+        first, second = recorder.steps[2 * number : 2 * number + 2]
+        assert sums is not None
+        assert torch.equal(sums, first.sums + second.sums)
+
+
+def test_cpus_and_gpus_are_not_mixed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    with pytest.raises(PipelineConfigError, match="use one kind"):
+        tiny.train(tiny.run_config(pipeline={"drafters": ["cuda:0"]}))
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(290)
 def test_two_thousand_steps_grow_neither_memory_nor_threads_nor_files() -> None:
@@ -295,7 +316,7 @@ def test_two_thousand_steps_grow_neither_memory_nor_threads_nor_files() -> None:
     )
     saved: list[int] = []
 
-    def save(state: TrainState, report: StepReport | None) -> None:
+    def save(state: TrainState, sums: torch.Tensor | None) -> None:
         saved.append(state.step)
 
     threads_before = threading.active_count()

@@ -104,6 +104,7 @@ class Recorder:
     def __init__(self) -> None:
         self.steps: list[StepReport] = []
         self.saved: list[TrainState] = []
+        self.saved_sums: list[torch.Tensor | None] = []
         self.compiled: list[dict[str, Any]] = []
         self.statuses: list[str] = []
 
@@ -112,9 +113,13 @@ class Recorder:
             "on_status": self.statuses.append,
             "on_compiled": self.compiled.extend,
             "on_step": self.steps.append,
-            "save": lambda state, report: self.saved.append(state),
+            "save": self._save,
         }
         return Hooks(**{**known, **others})
+
+    def _save(self, state: TrainState, sums: torch.Tensor | None) -> None:
+        self.saved.append(state)
+        self.saved_sums.append(sums)
 
     @property
     def losses(self) -> list[float]:
