@@ -9,7 +9,16 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
 import yaml
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 
 from dflash_ops.errors import ConfigurationError, UsageError
 
@@ -19,6 +28,9 @@ MAX_NODES = 100_000  # aliases of aliases multiply: a small file can be a huge t
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$")]
 # Part of unit properties, where quoting is systemd's: kept to characters that need none.
 PlainPath = Annotated[str, Field(pattern=r"^(/[A-Za-z0-9_-][A-Za-z0-9._-]*)+$")]
+# They reach known_hosts, ssh's ProxyCommand and commands that messages offer: no space, quote or leading `-`.
+Address = Annotated[str, Field(pattern=r"^[\w:\[][\w.:%\[\]-]*$")]
+User = Annotated[str, Field(pattern=r"^\w[\w.@+\\-]*\$?$")]
 VariableName = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
 
 
@@ -33,11 +45,22 @@ def _expand_indices(value: object) -> object:
         match = re.fullmatch(r"\s*(\d{1,3})(?:-(\d{1,3}))?\s*", part)
         if match is None:
             raise ValueError(f'{value!r} names no GPUs; write them like "0-4" or "0,2,5-7"')
-        found.extend(range(int(match[1]), int(match[2] or match[1]) + 1))
+        first, last = int(match[1]), int(match[2] or match[1])
+        if last < first:
+            raise ValueError(f"{part.strip()!r} runs backwards; write the smaller number first")
+        found.extend(range(first, last + 1))
     return found
 
 
-GpuIndices = Annotated[list[int], BeforeValidator(_expand_indices)]
+def _each_once(found: list[int]) -> list[int]:
+    if len(set(found)) < len(found):
+        raise ValueError("a GPU is named twice")
+    return found
+
+
+GpuIndices = Annotated[
+    list[Annotated[int, Field(ge=0, le=999)]], BeforeValidator(_expand_indices), AfterValidator(_each_once)
+]
 
 
 class Entry(BaseModel):
@@ -49,8 +72,8 @@ class Entry(BaseModel):
 class HostEntry(Entry):
     """A machine that is reached by ssh."""
 
-    address: str = Field(min_length=1, description="Name or address; may be a Host of the ssh configuration")
-    user: str | None = Field(None, description="Default: what the ssh configuration says, else your own name")
+    address: Address = Field(description="Name or address; may be a Host of the ssh configuration")
+    user: User | None = Field(None, description="Default: what the ssh configuration says, else your own name")
     port: int | None = Field(None, ge=1, le=65535)
     identity: Path | None = Field(None, description="Private key file; default: agent, ssh configuration, ~/.ssh")
     known_hosts: Path | None = Field(None, description="Default: what the ssh configuration says, ~/.ssh/known_hosts")
@@ -104,7 +127,7 @@ class GpuEntry(Entry):
 class JobEntry(Entry):
     """Something to launch."""
 
-    config: Path | dict[str, Any] = Field(description="The trainer's configuration: a YAML file, or written here")
+    config: Path | dict[Any, Any] = Field(description="The trainer's configuration: a YAML file, or written here")
     environment: str | None = Field(None, description="A key of `environments`; default: the only one")
     set: dict[str, Any] = Field(default_factory=dict, description="Dotted keys of the configuration and their values")
     source: Path | None = Field(None, description="Folder of Python code to ship; default: the trainer package")
@@ -137,7 +160,7 @@ class Inventory(Entry):
 
     def resolve(self, path: Path) -> Path:
         """A path of the inventory on this machine."""
-        return self.path.parent / path.expanduser()
+        return self.path.parent / home_expanded(path)
 
     def resolve_python(self, python: str) -> Path:
         """An interpreter's path in the container; a relative one is shared with this machine."""
@@ -160,6 +183,8 @@ Kind = TypeVar("Kind")
 
 
 def _choose(what: str, known: dict[str, Kind], name: str | None, how: str) -> tuple[str, Kind]:
+    if not known:
+        raise UsageError(f"the inventory has no {what}s", f"add one under `{what}s:` of inventory.yaml")
     if name is None:
         if len(known) == 1:
             return next(iter(known.items()))
@@ -171,6 +196,14 @@ def _choose(what: str, known: dict[str, Kind], name: str | None, how: str) -> tu
 
 def _listed(known: dict[str, Any]) -> str:
     return ", ".join(known) or "none"
+
+
+def home_expanded(path: Path) -> Path:
+    """`~` and `~user` at the beginning replaced. Raises ConfigurationError when there is no such home."""
+    try:
+        return path.expanduser()
+    except RuntimeError as error:
+        raise ConfigurationError(f"the home folder of {path} is not known", "write the whole path") from error
 
 
 def inventory_path(given: Path | None) -> Path:

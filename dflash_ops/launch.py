@@ -20,7 +20,7 @@ from pydantic import BaseModel, Field
 from dflash_ops.document import Document
 from dflash_ops.environment import Interpreter, build_locked, interpreter
 from dflash_ops.errors import ConfigurationError, DflashError, Exit, UsageError
-from dflash_ops.inventory import GpuEntry, Inventory, JobEntry, read_yaml
+from dflash_ops.inventory import GpuEntry, Inventory, JobEntry, home_expanded, read_yaml
 from dflash_ops.probes.gpu import roles_of
 from dflash_ops.probes.snapshot import Snapshot, read_snapshot
 from dflash_ops.progress import transfer_bar
@@ -193,9 +193,10 @@ def _start(session: Session, asked: Plan) -> tuple[str, Snapshot]:
             if frame.kind == "result":
                 answer = parsed(_Started, frame.value)
                 return answer.reached, read_snapshot(answer.snapshot)
-            begun = begun or frame.value.get("stage") == "start"
-            if frame.value.get("stage") in words:
-                session.say(words[frame.value["stage"]])
+            stage = str(frame.value.get("stage"))
+            begun = begun or stage == "start"
+            if stage in words:
+                session.say(words[stage])
             if frame.value.get("status"):
                 session.say("  " + visible(str(frame.value["status"]), 200))
     except (ConnectionLost, Unanswered) as error:
@@ -316,6 +317,9 @@ def job_config(inventory: Inventory, name: str, job: JobEntry, changes: tuple[st
         _set_gpus(config, job.gpus)
     for key, value in job.set.items():
         set_dotted(config, key, value)
+    odd = _not_plain(config)
+    if odd:
+        raise ConfigurationError(f"the configuration of job {name} cannot hold {odd}", "put it in quotes to mean text")
     return changed(config, changes)
 
 
@@ -328,6 +332,22 @@ def changed(given: Mapping[str, Any], changes: tuple[str, ...]) -> dict[str, Any
             raise UsageError(f"--set {change!r} has no `=`", "write --set optimizer.lr=1e-4")
         set_dotted(config, key, parse_value(text, key))
     return config
+
+
+def _not_plain(value: Any, where: str = "") -> str:
+    """What of a configuration is neither text, number, truth value nor null, in words: YAML also has dates and sets."""
+    if isinstance(value, Mapping):
+        for key, item in value.items():
+            if not isinstance(key, str):
+                return f"the key {key!r}{' in `' + where + '`' if where else ''}, which is no text"
+            found = _not_plain(item, f"{where}.{key}" if where else key)
+            if found:
+                return found
+    elif isinstance(value, list):
+        return next(filter(None, (_not_plain(item, where) for item in value)), "")
+    elif not (value is None or isinstance(value, str | int | float)):
+        return f"a {type(value).__name__} as `{where}`"
+    return ""
 
 
 def _copied(value: Any) -> Any:
@@ -345,7 +365,7 @@ def _set_gpus(config: dict[str, Any], gpus: GpuEntry) -> None:
 def set_dotted(config: dict[str, Any], key: str, value: Any) -> None:
     """`optimizer.lr` in nested mappings, made where they are missing. Raises UsageError."""
     parts = key.split(".")
-    if not all(parts):
+    if not all(parts) or not key.isprintable():
         raise UsageError(f"{key!r} is no key of the configuration", "write it like optimizer.lr")
     here = config
     for depth, part in enumerate(parts[:-1]):
@@ -361,11 +381,15 @@ def parse_value(text: str, key: str) -> Any:
     if _NUMBER.fullmatch(text) and not re.fullmatch(r"[-+]?\d+", text):
         return float(text)
     try:
-        return yaml.safe_load(text)
+        value = yaml.safe_load(text)
+        odd = _not_plain(value, key)
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise UsageError(
             f"the value of --set {key} is not YAML", "put text with special characters in quotes"
         ) from error
+    if odd:
+        raise UsageError(f"the configuration cannot hold {odd}", f"write --set '{key}=\"{text}\"' to mean text")
+    return value
 
 
 def dump_yaml(config: Mapping[str, Any]) -> str:
@@ -386,7 +410,7 @@ def resolve_variables(name: str, job: JobEntry) -> dict[str, str]:
                 raise ConfigurationError(f"job {name} needs the variable {source}, which is not set here", hint)
             found[key] = os.environ[source]
         elif value.startswith("file:"):
-            path = Path(value.removeprefix("file:")).expanduser()
+            path = home_expanded(Path(value.removeprefix("file:")))
             try:
                 found[key] = path.read_text(encoding="utf-8").rstrip("\n")
             except (OSError, UnicodeDecodeError) as error:
@@ -394,6 +418,8 @@ def resolve_variables(name: str, job: JobEntry) -> dict[str, str]:
                 raise ConfigurationError(f"job {name} needs the file {path}: {why}", f"correct `env.{key}`") from error
         else:
             found[key] = value
+        if any("\ud800" <= letter <= "\udfff" for letter in found[key]):  # how Python holds bytes that are no UTF-8
+            raise ConfigurationError(f"the variable {key} of job {name} is not UTF-8 text", "encode it, e.g. in base64")
         if "\0" in found[key]:
             raise ConfigurationError(f"the variable {key} of job {name} holds a NUL byte", "variables cannot")
     return found

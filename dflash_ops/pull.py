@@ -76,6 +76,17 @@ def pull(session: Session, options: PullOptions, progress: Progress) -> Pulled:
     if options.run is not None:
         check_run_name(options.run)
     taker = _Taker(options, progress)
+    try:
+        return _pulled(session, taker)
+    except OSError as error:  # of this machine's files: the connection's own are DflashErrors
+        where = error.filename or options.to
+        raise ConfigurationError(
+            f"cannot keep files here: {error.strerror or error} ({where})",
+            "name another folder by --to",
+        ) from error
+
+
+def _pulled(session: Session, taker: _Taker) -> Pulled:
     for attempt in (1, 2):
         for frame in lasting(session, "pull", taker.request):
             if frame.kind == "event":
@@ -222,7 +233,7 @@ class _Taker:
         place.touch()
         stream = place.open("r+b")
         self._stream, self._path = stream, path
-        if offset > stream.seek(0, os.SEEK_END):
+        if not 0 <= offset <= stream.seek(0, os.SEEK_END):
             raise BadAnswer(_DAMAGED)
         stream.truncate(offset)
         stream.seek(offset)

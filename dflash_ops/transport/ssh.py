@@ -27,6 +27,7 @@ import paramiko
 from fabric import Config, Connection
 from paramiko.hostkeys import HostKeyEntry
 from paramiko.ssh_exception import BadHostKeyException
+from pydantic import ValidationError
 
 from dflash_ops.inventory import HostEntry, Inventory
 from dflash_ops.transport.base import (
@@ -142,9 +143,14 @@ class SshHost:
                     f"correct `jump` of host {self.name}",
                 )
             inherited = {"known_hosts": self._entry.known_hosts, "ssh_config": self._entry.ssh_config}
-            entry = HostEntry.model_validate(
-                {"address": address, "user": user or None, "port": int(port) if port else None, **inherited}
-            )
+            try:
+                entry = HostEntry.model_validate(
+                    {"address": address, "user": user or None, "port": int(port) if port else None, **inherited}
+                )
+            except ValidationError as error:
+                raise Misconfigured(
+                    f"the jump host {jump!r}: {error.errors()[0]['msg']}", f"correct `jump` of host {self.name}"
+                ) from error
             hops.append((self.name, entry))
         return hops
 

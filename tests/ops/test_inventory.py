@@ -67,6 +67,13 @@ def test_the_project_s_own_inventory_is_valid() -> None:
         ("  smoke:\n", "  smoke:\n    gpus: {target: 0-x}\n", '"0-4"'),
         ("  smoke:\n", "  smoke:\n    gpus: {targets: 0}\n", "did you mean `target`?"),
         ("  smoke:\n    config: {target: {path: /srv/model}}\n", "  smoke: {}\n", "the key `config` is missing"),
+        ("  smoke:\n", "  smoke:\n    gpus: {target: 7-5}\n", "'7-5' runs backwards"),
+        ("  smoke:\n", "  smoke:\n    gpus: {target: [-1]}\n", "greater than or equal to 0"),
+        ("  smoke:\n", "  smoke:\n    gpus: {target: '0-2,1'}\n", "a GPU is named twice"),
+        ("pve1.example", "-oProxyCommand=x", ":3: `hosts.pve1.address`"),
+        ("pve1.example", '"a;b"', ":3: `hosts.pve1.address`"),
+        ("pve1.example", '"a\\n*"', ":3: `hosts.pve1.address`"),
+        ("pve1.example", "a\n    user: x y", ":4: `hosts.pve1.user`"),
         ("targets:\n", "targets: [\n", ":"),
         ("hosts:\n", "path: /x\nhosts:\n", ":1: unknown key `path`"),
         ("hosts:\n", "default_target: mian\nhosts:\n", ":1: there is no target `mian` (did you mean `main`?)"),
@@ -121,6 +128,28 @@ def test_relative_paths_start_at_the_inventory_s_folder(tmp_path: Path) -> None:
     inventory = load_inventory(tmp_path / "inventory.yaml")
     assert inventory.resolve(Path("a/b")) == tmp_path / "a/b"
     assert inventory.resolve(Path("/a/b")) == Path("/a/b")
+
+
+@pytest.mark.parametrize(
+    ("address", "user"), [("10.0.0.7", "root"), ("fe80::1%eth0", "a.b-c"), ("bücher.example", "x@y")]
+)
+def test_addresses_and_users_as_they_are_in_the_world_are_taken(tmp_path: Path, address: str, user: str) -> None:
+    load(tmp_path, GOOD.replace("pve1.example", f"'{address}'\n    user: {user}"))
+
+
+def test_an_inventory_without_any_is_told_where_to_add_one(tmp_path: Path) -> None:
+    (tmp_path / "inventory.yaml").write_text("targets: {}")
+    inventory = load_inventory(tmp_path / "inventory.yaml")
+    for choose, what in ((inventory.target, "target"), (inventory.job, "job"), (inventory.environment, "environment")):
+        with pytest.raises(UsageError, match=f"no {what}s") as caught:
+            choose(None)
+        assert f"`{what}s:`" in caught.value.hint
+
+
+def test_a_home_that_is_not_there_is_a_mistake_of_the_inventory(tmp_path: Path) -> None:
+    (tmp_path / "inventory.yaml").write_text(GOOD)
+    with pytest.raises(ConfigurationError, match="the home folder of ~nosuchuser/key"):
+        load_inventory(tmp_path / "inventory.yaml").resolve(Path("~nosuchuser/key"))
 
 
 def test_what_is_not_said_is_asked_for_when_there_are_several(tmp_path: Path) -> None:

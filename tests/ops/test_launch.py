@@ -12,9 +12,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dflash_ops.errors import ConfigurationError, DflashError, UsageError
-from dflash_ops.inventory import Inventory, load_inventory
+from dflash_ops.inventory import Inventory, JobEntry, load_inventory
 from dflash_ops.kill import KillOptions, kill
-from dflash_ops.launch import LaunchOptions, Plan, automatic_name, dump_yaml, launch, parse_value, plan
+from dflash_ops.launch import (
+    LaunchOptions,
+    Plan,
+    automatic_name,
+    dump_yaml,
+    job_config,
+    launch,
+    parse_value,
+    plan,
+    resolve_variables,
+)
 from dflash_ops.run import RUN_NAME, RootPaths
 from dflash_ops.session import Session
 from dflash_ops.transport.base import BadAnswer, ConnectionLost, RemoteRefusal, Unreachable
@@ -121,11 +131,40 @@ def test_values_are_read_as_yaml(text: str, value: object) -> None:
 
 
 @pytest.mark.parametrize(
-    "change", ["novalue", "=1", "a..b=1", ".a=1", "optimizer.lr.x=1", "a=[", "a='", "a=!!python/x y"]
+    "change",
+    [
+        "novalue",
+        "=1",
+        "a..b=1",
+        ".a=1",
+        "optimizer.lr.x=1",
+        "a=[",
+        "a='",
+        "a=!!python/x y",
+        "a=2026-11-30",
+        "a={1: x}",
+        "a=&a [*a]",
+        "a\udcff=1",
+    ],
 )
 def test_a_change_that_cannot_be_made_is_a_usage_error(inventory: Inventory, change: str) -> None:
     with pytest.raises(UsageError):
         planned(inventory, change)
+
+
+@pytest.mark.parametrize("config", ["{a: {b: [2026-11-30]}}", "{a: !!set {x}}", "{on: 1}"])
+def test_what_yaml_has_and_a_configuration_has_not_is_named(tmp_path: Path, config: str) -> None:
+    (tmp_path / "inventory.yaml").write_text(f"targets: {{}}\njobs: {{j: {{config: {config}}}}}\n")
+    inventory = load_inventory(tmp_path / "inventory.yaml")
+    with pytest.raises(ConfigurationError, match="the configuration of job j cannot hold"):
+        job_config(inventory, *inventory.job("j"), ())
+
+
+def test_a_variable_that_is_no_text_is_named_and_not_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TOKEN", "s3cr3t\udcff")
+    with pytest.raises(ConfigurationError, match="variable A of job j is not UTF-8 text") as caught:
+        resolve_variables("j", JobEntry(config={}, env={"A": "env:TOKEN"}))
+    assert "s3cr3t" not in str(caught.value)
 
 
 @given(

@@ -182,11 +182,18 @@ def test_a_path_that_could_leave_the_folder_is_left_out(tmp_path: Path, path: st
         {"data": "eA==", "size": 1, "packed": True},
         {"end": "other", "sha256": "x", "size": 1},
         {"surprise": 1},
+        {"begin": "log", "offset": -1},
     ],
 )
 def test_a_remote_that_breaks_its_own_plan_is_refused(tmp_path: Path, event: dict[str, Any]) -> None:
     with pytest.raises(BadAnswer):
         hostile(tmp_path, [{"plan": [["log", 1]], "kept": []}, {"begin": "log", "offset": 0}, event])
+
+
+def test_a_folder_that_cannot_hold_files_is_a_sentence(run: Path, tmp_path: Path) -> None:
+    (tmp_path / "here").write_text("a file")
+    with pytest.raises(ConfigurationError, match=f"cannot keep files here: .* .*{tmp_path}/here"):
+        bring(run, tmp_path / "here")
 
 
 def test_a_file_that_never_matches_its_hash_is_never_put_in_place(
