@@ -80,7 +80,6 @@ def run(config_path: Path, run_dir: Path, overrides: Sequence[str], resume_from:
     watch = Watch(run_dir, settings, source, drafter_config, telemetry, notifier, signals)
     state = TrainState(step, start.model(), start.optimizer()) if start else released_start(settings)
     try:
-        signals.training = True
         outcome = Pipeline(settings, drafter_config, source, watch.hooks(), state).run()
     except PipelineError as error:
         report_failure(error)
@@ -92,6 +91,9 @@ def run(config_path: Path, run_dir: Path, overrides: Sequence[str], resume_from:
         return 1
     watch.close()
     logger.info("%s at step %d of %d", "stopped" if outcome.stopped else "finished", outcome.step, outcome.total_steps)
+    if outcome.stuck:
+        logging.shutdown()
+        os._exit(0)
     return 0
 
 
@@ -159,6 +161,7 @@ class Watch:
             logger.info("%s", status_line(record))
 
     def _should_stop(self) -> bool:
+        self._signals.training = True  # whoever asks will end the run in order
         if not self._signals.stop.is_set():
             return False
         self._notifier.stopping()

@@ -16,7 +16,7 @@ import torch
 from trainer.config import TelemetryConfig
 from trainer.objective import slot_sums, summarise
 from trainer.pipeline.types import StepReport
-from trainer.telemetry import Telemetry, TelemetryError, status_line
+from trainer.telemetry import Telemetry, TelemetryError, checkpoint_metrics, status_line
 
 
 def report(step: int, *, seed: int | None = None, total: int = 100, **changes: Any) -> StepReport:
@@ -124,6 +124,12 @@ def test_a_resumed_run_appends_and_its_first_step_is_written_at_once(tmp_path: P
     assert texts[1] == '{"kind": "step", "st'
     assert [json.loads(text)["step"] for text in (texts[0], texts[2], texts[3])] == [1, 4, 5]
     assert json.loads(texts[2])["kind"] == "resume"
+
+
+def test_a_checkpoint_notes_the_accepted_length_of_pooled_sums() -> None:
+    pooled = report(1).sums + report(2).sums
+    assert checkpoint_metrics(pooled)["accept_length"] == pytest.approx(1 + float(pooled[4] / pooled[5]))
+    assert checkpoint_metrics(torch.zeros_like(pooled)).get("loss") is None  # no number that is not one
 
 
 def test_tensorboard_receives_the_scalars(tmp_path: Path) -> None:

@@ -109,15 +109,19 @@ class Pipeline:
             )
             workers = self._workers(shared, target_devices, drafter_devices)
             _finish_loading({*target_devices, *drafter_devices})
+            trains = not self._hooks.should_stop() or group.processes > 1
             for worker in workers:
                 worker.start()
             try:
-                self._prepare(shared, workers, cache)
-                self._listen(shared, workers, group)
+                trains = trains and self._prepare(shared, workers, cache, group)
+                if trains:
+                    self._listen(shared, workers, group)
             except BaseException as error:  # a hook, or Ctrl-C
                 shared.fail("main", error)
             if shared.failures:
                 raise self._end_failed_run(shared, workers, group)
+            if not trains:
+                return self._leave(shared, workers)
             for worker in workers:
                 worker.join()
             self._pass_on_reports(shared)
@@ -194,16 +198,25 @@ class Pipeline:
     def _fresh_weights(self, target: Target) -> dict[str, Tensor]:
         return fresh_weights(self._drafter_config, target.head, self._config.seed)
 
-    def _prepare(self, shared: Shared, workers: list[Worker], cache: CompileCache | None) -> None:
-        """The compilation phase: each worker in turn, in its own thread; then the start for all."""
+    def _prepare(self, shared: Shared, workers: list[Worker], cache: CompileCache | None, group: Group) -> bool:
+        """The compilation phase: each worker in turn, in its own thread; then the start for all.
+
+        False when a failure or a stop came before the start. Of several processes none stops alone: after the first
+        step all of them agree.
+        """
         drafters = [worker for worker in workers if isinstance(worker, DrafterWorker)]
         for worker in workers:
             if isinstance(worker, DrafterWorker):
                 self._hooks.on_status(f"compiling drafter {drafters.index(worker) + 1}/{len(drafters)}")
             worker.may_prepare.set()
-            worker.prepared.wait()
-            if shared.failed.is_set():
-                return
+            while not worker.prepared.wait(POLL_SECONDS):
+                if group.processes == 1 and self._hooks.should_stop():
+                    return False
+                self._look_at_peers(shared, group)
+                if shared.ending.is_set():
+                    return False
+            if shared.ending.is_set():
+                return False
         require = self._config.pipeline.require_compiled
         if require is None:
             require = any(worker.device.type == "cuda" for worker in drafters)
@@ -228,11 +241,12 @@ class Pipeline:
             )
         self._statistics.restart()
         shared.started.set()
+        return True
 
     # ----------------------------------------------------------------------------------------------------------- while
 
     def _listen(self, shared: Shared, workers: list[Worker], group: Group) -> None:
-        while any(worker.is_alive() for worker in workers) and not shared.failed.is_set():
+        while any(worker.is_alive() for worker in workers) and not shared.ending.is_set():
             if not shared.stop_requested.is_set() and self._hooks.should_stop():
                 shared.stop_requested.set()
             if self._hooks.should_checkpoint():
@@ -269,15 +283,25 @@ class Pipeline:
         worker, cause = shared.failures[0]
         with contextlib.suppress(RuntimeError):
             group.report_failure(f"{worker} failed: {type(cause).__name__}: {cause}")
+        stuck = self._join(workers)
+        self._hand_over_reports_quietly(shared)
+        self._save_unsaved(shared, stuck)
+        return PipelineError(worker, cause, later=shared.failures[1:], stuck=stuck)
+
+    def _leave(self, shared: Shared, workers: list[Worker]) -> Outcome:
+        """End a run that was stopped before its first step: there is nothing to save."""
+        shared.end()
+        step = shared.plan.start_step
+        return Outcome(step, shared.plan.total_steps, True, {}, stuck=self._join(workers))
+
+    def _join(self, workers: list[Worker]) -> list[str]:
+        """Wait for workers that were told to end; the names of those that did not in time."""
         deadline = time.monotonic() + END_SECONDS
         for thread in workers:
             thread.may_prepare.set()
             patience = SAVE_SECONDS if isinstance(thread, CheckpointWorker) else 0.0
             thread.join(max(0.0, deadline - time.monotonic()) + patience)
-        self._hand_over_reports_quietly(shared)
-        stuck = [thread.name for thread in workers if thread.is_alive()]
-        self._save_unsaved(shared, stuck)
-        return PipelineError(worker, cause, later=shared.failures[1:], stuck=stuck)
+        return [thread.name for thread in workers if thread.is_alive()]
 
     def _hand_over_reports_quietly(self, shared: Shared) -> None:
         try:

@@ -48,8 +48,9 @@ class StepReport:
 class Hooks:
     """What the caller wants to know and to decide. All are called in the thread that called `run`, but `save`.
 
-    `should_stop` and `should_checkpoint` are asked several times a second. A stop is agreed on by all drafters
-    of all processes: each finishes the same step, a checkpoint is saved, and `run` returns. `should_checkpoint` asks
+    `should_stop` and `should_checkpoint` are asked several times a second once the targets are loaded. A stop is agreed
+    on by all drafters of all processes: each finishes the same step, a checkpoint is saved, and `run` returns. One
+    process alone does not wait for its first step: a stop while it compiles ends it at once. `should_checkpoint` asks
     for one extra checkpoint (the periodic ones follow `checkpoint.every`) and must return True once per request.
     `save` gets the state and the `objective.slot_sums` of the steps since the checkpoint before, None where there were
     none. It is called in the thread "checkpoint", in the process that holds drafter 0 only, and never twice at once;
@@ -72,6 +73,7 @@ class Outcome:
     total_steps: int
     stopped: bool  # True: `should_stop` asked for it; False: all steps are done
     workers: dict[str, Any]  # busy and idle time per worker, queues, bottleneck, a better split
+    stuck: list[str] = field(default_factory=list)  # as in `PipelineError`: threads that still compile after a stop
 
 
 class PipelineConfigError(ValueError):

@@ -84,7 +84,7 @@ class Shared:
     exchanges: list[Exchange] = field(default_factory=list)
     reports: queue.SimpleQueue[StepReport] = field(default_factory=queue.SimpleQueue)
     started: threading.Event = field(default_factory=threading.Event)
-    failed: threading.Event = field(default_factory=threading.Event)
+    ending: threading.Event = field(default_factory=threading.Event)
     stop_requested: threading.Event = field(default_factory=threading.Event)
     checkpoint_requested: threading.Event = field(default_factory=threading.Event)
     failures: list[tuple[str, BaseException]] = field(default_factory=list)
@@ -96,7 +96,11 @@ class Shared:
         """Note a worker's failure and end the run: everyone who waits, or will, gets `Closed`."""
         with self._lock:
             self.failures.append((worker, error))
-            self.failed.set()
+        self.end()
+
+    def end(self) -> None:
+        """End the run before its time, as `fail` does, for no failure."""
+        self.ending.set()
         self.started.set()
         self.close_rings()
         self.checkpoints.close()
@@ -153,7 +157,7 @@ class Worker(threading.Thread):
         """Give back what would outlive the thread."""
 
     def _go_on(self) -> None:
-        if self.shared.failed.is_set():
+        if self.shared.ending.is_set():
             raise Closed
 
 

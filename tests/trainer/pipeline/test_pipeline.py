@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from trainer.compilation import CompilationError
+from trainer.pipeline import supervisor
 from trainer.pipeline.supervisor import Pipeline
 from trainer.pipeline.types import PipelineConfigError, PipelineError, StepReport, TrainState
 from trainer.pipeline.workers import CheckpointWorker, DrafterWorker, RowWorker, TargetWorker
@@ -291,6 +292,28 @@ def test_a_checkpoint_comes_with_the_sums_of_all_steps_since_the_one_before_howe
         first, second = recorder.steps[2 * number : 2 * number + 2]
         assert sums is not None
         assert torch.equal(sums, first.sums + second.sums)
+
+
+@pytest.mark.parametrize("ends", [True, False])
+def test_a_stop_while_a_worker_compiles_does_not_wait_for_it(ends: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(supervisor, "END_SECONDS", 5.0 if ends else 0.2)
+    compiling, let_go = threading.Event(), threading.Event()
+
+    def prepare(self: DrafterWorker) -> None:
+        compiling.set()
+        assert let_go.wait(30)
+
+    def should_stop() -> bool:
+        if ends and compiling.is_set():
+            let_go.set()
+        return compiling.is_set()
+
+    monkeypatch.setattr(DrafterWorker, "prepare", prepare)
+    recorder, outcome = tiny.train(tiny.run_config(), should_stop=should_stop)
+    let_go.set()
+    assert (outcome.step, outcome.stopped) == (0, True)
+    assert outcome.stuck == ([] if ends else ["drafter 0"])
+    assert (recorder.steps, recorder.saved) == ([], [])
 
 
 def test_cpus_and_gpus_are_not_mixed(monkeypatch: pytest.MonkeyPatch) -> None:
