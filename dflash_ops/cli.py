@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable
 from gc import freeze, set_threshold
 from io import TextIOWrapper
+from math import isfinite
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn
@@ -93,6 +94,13 @@ def _known_runs(context: typer.Context, incomplete: str) -> list[str]:
     return [name for name in names(inventory.path, target) if name.startswith(incomplete)]
 
 
+def _finite(value: float | None) -> float | None:
+    """Refuses `nan` and `inf`, which click takes for numbers: nothing would ever end."""
+    if value is not None and not isfinite(value):
+        raise typer.BadParameter("it must be a finite number")
+    return value
+
+
 TargetOption = Annotated[
     str | None,
     typer.Option("--target", "-t", help="Target of the inventory", metavar="NAME", autocompletion=_known("targets")),
@@ -137,7 +145,9 @@ def launch(
     wait: Annotated[
         Literal["none", "started", "step"] | None, typer.Option("--wait", help="What must be true before it returns")
     ] = None,
-    timeout: Annotated[float | None, typer.Option("--timeout", help="Seconds to wait for that", min=0)] = None,
+    timeout: Annotated[
+        float | None, typer.Option("--timeout", help="Seconds to wait for that", min=0, callback=_finite)
+    ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Show what would be done; nothing is connected")] = False,
     replace: Annotated[bool, typer.Option("--replace", help="Stop the run that holds the same GPUs first")] = False,
     json: JsonOption = False,
@@ -163,7 +173,9 @@ def launch(
 def kill(
     run: RunArgument = None,
     target: TargetOption = None,
-    grace: Annotated[float, typer.Option("--grace", help="Seconds from SIGTERM to SIGKILL", min=0)] = 45,
+    grace: Annotated[
+        float, typer.Option("--grace", help="Seconds from SIGTERM to SIGKILL", min=0, callback=_finite)
+    ] = 45,
     force: Annotated[bool, typer.Option("--force", help="SIGKILL at once: no checkpoint is written")] = False,
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask")] = False,
     json: JsonOption = False,
@@ -258,7 +270,9 @@ def wait(
     goal: Annotated[
         Literal["started", "step", "finished"], typer.Option("--for", help="What is waited for")
     ] = "finished",
-    timeout: Annotated[float | None, typer.Option("--timeout", help="Seconds; default: for ever", min=0)] = None,
+    timeout: Annotated[
+        float | None, typer.Option("--timeout", help="Seconds; default: for ever", min=0, callback=_finite)
+    ] = None,
     json: JsonOption = False,
 ) -> None:
     """Wait for a run; exits 0 when it came so far, else as it stands: 100 failed, 101 not finished, 103, 104."""
@@ -275,7 +289,7 @@ def wait(
 def checkpoint(
     run: RunArgument = None,
     target: TargetOption = None,
-    timeout: Annotated[float, typer.Option("--timeout", help="Seconds to wait for it", min=1)] = 600,
+    timeout: Annotated[float, typer.Option("--timeout", help="Seconds to wait for it", min=1, callback=_finite)] = 600,
     json: JsonOption = False,
 ) -> None:
     """Ask a running trainer to save now; return when the checkpoint is whole."""
@@ -353,7 +367,9 @@ def resume(
     wait: Annotated[
         Literal["none", "started", "step"], typer.Option("--wait", help="What must be true before it returns")
     ] = "started",
-    timeout: Annotated[float, typer.Option("--timeout", help="Seconds to wait for that", min=0)] = 120,
+    timeout: Annotated[
+        float, typer.Option("--timeout", help="Seconds to wait for that", min=0, callback=_finite)
+    ] = 120,
     json: JsonOption = False,
 ) -> None:
     """Go on from a run's newest checkpoint, in a new run with the same code, configuration and environment."""
@@ -455,7 +471,9 @@ def exec_(
 def gc(
     target: TargetOption = None,
     keep: Annotated[int, typer.Option("--keep", min=0, help="Newest ended runs that stay")] = 10,
-    older_than: Annotated[float, typer.Option("--older-than", min=0, help="Days since its end that a run stays")] = 14,
+    older_than: Annotated[
+        float, typer.Option("--older-than", min=0, callback=_finite, help="Days since its end that a run stays")
+    ] = 14,
     caches: Annotated[
         bool, typer.Option("--caches", help="Compile and download caches too, when no run is live")
     ] = False,

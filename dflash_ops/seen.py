@@ -59,7 +59,7 @@ def remember(inventory: Path, target: str, run: str, state: str, reason: str) ->
     with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
         entries = []
-        with contextlib.suppress(OSError, ValueError):
+        with contextlib.suppress(OSError, ValueError, TypeError, AttributeError):  # a damaged file is written anew
             entries = [entry for entry in json.loads(path.read_bytes()) if entry.get("run") != run]
         entries.append({"run": run, "state": state, "reason": reason, "time": time.time()})
         with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as stream:

@@ -7,7 +7,7 @@ from typing import Any
 
 from dflash_ops.errors import DflashError
 from dflash_ops.transport.base import ConnectionLost, Deadline, Exchange, Frame, Host, Program, RemoteRefusal, Reply
-from dflash_ops.transport.framing import FrameDecoder
+from dflash_ops.transport.framing import MAX_ANSWER, FrameDecoder
 from dflash_ops.transport.program import encode
 
 # Streams last for days; this only keeps a forgotten one from staying in the container for ever.
@@ -67,7 +67,7 @@ class FramedTransport:
     ) -> Iterator[Frame]:
         self.round_trips += 1
         exchange = self._host.exchange(self._command, stdin, deadline, keep_stdin=renew)
-        decoder = FrameDecoder()
+        decoder = FrameDecoder(None if renew else MAX_ANSWER)
         try:
             if meanwhile is not None:
                 meanwhile()

@@ -11,19 +11,29 @@ from dflash_ops.transport.base import BadAnswer, Misconfigured
 MARK = b"@@DFLASH "
 MAX_FRAME = 8 * 1024 * 1024
 MAX_NOISE = 16 * 1024 * 1024  # between two frames: a motd is never that long
+MAX_ANSWER = 256 * 1024 * 1024  # of a program that is run to its end: its events are kept until then
 KINDS = ("event", "result", "error", "beat")
 
 
 class FrameDecoder:
-    """Feed it stdout as it comes; it yields (kind, value)."""
+    """Feed it stdout as it comes; it yields (kind, value).
 
-    def __init__(self) -> None:
+    Args:
+        limit: bytes that may come in all; None: a stream, whose frames are not kept.
+    """
+
+    def __init__(self, limit: int | None = None) -> None:
+        self._limit = limit
+        self._fed = 0
         self._line = bytearray()  # the line so far; of noise only its first bytes
         self._noise = 0
         self.noise_tail = b""  # the last noise, for error messages
 
     def feed(self, data: bytes) -> Iterator[tuple[str, dict[str, Any]]]:
         """Raises BadAnswer when the other side breaks the rules, Misconfigured when it has no Python."""
+        self._fed += len(data)
+        if self._limit is not None and self._fed > self._limit:
+            raise BadAnswer(f"the container sent an answer of more than {self._limit >> 20} MiB; it was refused")
         for piece in _lines(data):
             self._line += piece.rstrip(b"\n")
             is_frame = self._line.startswith(MARK)

@@ -87,3 +87,13 @@ def test_a_container_without_python_is_named() -> None:
     with pytest.raises(Misconfigured, match="no python3") as caught:
         list(FrameDecoder().feed(b"@@DFLASH no-python3\n"))
     assert caught.value.code == 78
+
+
+def test_an_answer_that_never_ends_is_refused_before_it_fills_our_memory() -> None:
+    event = framing.MARK + b'{"kind": "event", "value": {}}\n'
+    bounded, stream = FrameDecoder(10 * len(event)), FrameDecoder()
+    for _ in range(10):
+        assert len(list(bounded.feed(event))) == len(list(stream.feed(event))) == 1
+    with pytest.raises(BadAnswer, match="an answer of more than"):
+        list(bounded.feed(event))
+    assert len(list(stream.feed(event))) == 1

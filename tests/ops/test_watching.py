@@ -251,6 +251,19 @@ def test_an_answer_in_another_form_is_refused(container: Container) -> None:
         status(odd, "r1")
 
 
+@pytest.mark.parametrize("damage", ["{}", '["x"]', "3", "{", "\xff"])
+def test_a_damaged_memory_of_this_laptop_is_written_anew(container: Container, damage: str) -> None:
+    container.run("r1", alive())
+    status(container.session(), "r1")
+    (kept,) = Path(os.environ["XDG_STATE_HOME"]).rglob("*.json")
+    kept.write_bytes(damage.encode("latin-1"))
+    assert last_seen(INVENTORY.path, "lab", "r1") is None
+    status(container.session(), "r1")
+    seen = last_seen(INVENTORY.path, "lab", "r1")
+    assert seen is not None
+    assert seen.state == "running"
+
+
 def test_a_laptop_that_cannot_write_still_answers(container: Container, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", "/proc/nowhere")
     container.run("r1", alive())
