@@ -31,7 +31,7 @@ from dflash_ops.session import Session, parsed
 from dflash_ops.text import size, visible
 from dflash_ops.transport.base import ConnectionLost, RemoteRefusal, Unanswered
 from dflash_ops.unit import base_environment, entry_script, env_file, on_exit_script, systemd_run_argv
-from dflash_ops.verdict import Failed, Verdict, judge
+from dflash_ops.verdict import Failed, Succeeded, Verdict, judge
 
 Wait = Literal["none", "started", "step"]
 _NUMBER = re.compile(r"[-+]?(\d+(\.\d*)?|\.\d+)([eE][-+]?\d+)?")
@@ -115,10 +115,11 @@ def execute(session: Session, asked: Plan, replace: bool = False) -> LaunchRepor
         reached, seen = _start(session, asked)
     verdict = judge(seen)
     remember(session.inventory.path, session.target_name, asked.run, verdict.state, verdict.reason)
-    if isinstance(verdict, Failed):
+    if isinstance(verdict, Failed) or (reached == "ended" and not isinstance(verdict, Succeeded)):
+        words = {"cancelled": "was cancelled", "lost": "is lost"}.get(verdict.state, verdict.state)
         raise LaunchFailed(
-            Exit.RUN_FAILED,
-            f"the run {asked.run} failed: {verdict.reason}",
+            verdict.exit_code,
+            f"the run {asked.run} {words}: {verdict.reason}",
             f"`dflash tail-logs {asked.run}` shows all of its log",
             lines=_last_lines(seen),
         )

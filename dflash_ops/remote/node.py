@@ -13,8 +13,11 @@ from dflash_ops.remote import common, gpu
 from dflash_ops.remote.common import Channel
 
 PCT = "/usr/sbin/pct"
-# Keys of a container's configuration that decide whether a GPU job can live there; others may hold private notes.
-_KEYS = re.compile(r"(arch|cores|features|hostname|lock|memory|ostype|swap|unprivileged|dev\d+|lxc\.[\w.]+)\Z")
+# Keys of a container's configuration that decide whether a GPU job can live there; others may hold private notes,
+# and lxc.environment secrets.
+_KEYS = re.compile(
+    r"(arch|cores|features|hostname|lock|memory|ostype|swap|unprivileged|dev\d+|lxc\.(?!environment)[\w.]+)\Z"
+)
 
 
 def main(request: Dict[str, Any], channel: Channel) -> Dict[str, Any]:

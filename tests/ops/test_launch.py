@@ -274,6 +274,25 @@ def test_a_run_that_dies_within_the_wait_is_a_failure_with_its_last_lines(invent
     assert "\x1b" not in "".join(caught.value.lines)
 
 
+@pytest.mark.parametrize(
+    ("status", "asked", "code", "words"),
+    [
+        ("TERM", None, 104, "is lost"),
+        ("TERM", {"time": 1004.0, "by": "ann@laptop", "grace": 45}, 103, "was cancelled: stopped by ann@laptop"),
+    ],
+)
+def test_a_run_that_somebody_ended_within_the_wait_is_no_launch_that_went_well(
+    inventory: Inventory, status: str, asked: dict[str, Any] | None, code: int, words: str
+) -> None:
+    ended = {"time": 1005.0, "result": "success", "exit_code": "killed", "exit_status": status}
+    seen = snapshot(active="inactive", exit={**ended, "invocation_id": "ab12", "boot_id": "b"})
+    seen["records"]["kill_requested"] = asked
+    opened, _ = session(inventory, start=[{"reached": "ended", "snapshot": seen}])
+    with pytest.raises(DflashError, match=f"the run r1 {words}") as caught:
+        launch(opened, LaunchOptions("smoke", "r1"))
+    assert caught.value.code == code
+
+
 def test_a_run_that_needs_longer_goes_on_and_is_said_to(inventory: Inventory) -> None:
     opened, _ = session(inventory, start=[{"reached": "timeout", "snapshot": snapshot()}])
     with pytest.raises(DflashError, match="did not reach its first optimizer step within 3 s; it goes on") as caught:
