@@ -273,11 +273,11 @@ class CompileReport:
 
 _live = threading.Lock()  # held while a phase or the run after it lives
 _unfused_call_is_an_error = False
-_closed_phase: CompilePhase | None = None
+_closed = False  # the phase is over and the run after it lives
 
 
 class CompilePhase:
-    """The compilation phase of one run: open until `close`, and remembered until `end`.
+    """The compilation phase of one run: open until `close`; then closed until the context ends.
 
     Use as a context manager around the whole run. One phase lives in a process at a time.
     """
@@ -302,11 +302,11 @@ class CompilePhase:
         return self
 
     def __exit__(self, *_: object) -> None:
-        global _unfused_call_is_an_error, _closed_phase
-        if _closed_phase is not None:
+        global _unfused_call_is_an_error, _closed
+        if _closed:
             torch._dynamo.callback.callback_handler.remove_start_callback(_refuse_late_compilation)
             torch.compiler.set_stance("default")
-            _closed_phase = None
+            _closed = False
         _unfused_call_is_an_error = False
         _live.release()
 
@@ -352,11 +352,11 @@ class CompilePhase:
 
     def close(self) -> None:
         """End the phase: from now until the context ends, any compilation in any thread raises."""
-        global _closed_phase
+        global _closed
         with self._turn:
             torch.compiler.set_stance("fail_on_recompile")
             torch._dynamo.callback.callback_handler.register_start_callback(_refuse_late_compilation)
-            _closed_phase = self
+            _closed = True
 
 
 class Turn:

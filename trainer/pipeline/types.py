@@ -1,6 +1,6 @@
 """What do the pipeline and its caller say to each other?
 
-`trainer.__main__` builds a `Pipeline` (see `supervisor.py`) and hands it `Hooks`; everything that crosses that border
+`trainer.run` builds a `Pipeline` (see `supervisor.py`) and hands it `Hooks`; everything that crosses that border
 is defined here.
 """
 
@@ -40,7 +40,7 @@ class StepReport:
     step_seconds: float  # since the step before ended
     tokens_per_second: float
     anchors_per_second: float
-    # per worker of this process: {"target 0": {"busy": 0.93, "rows": 12, ...}, "queues": {...}, "bottleneck": "target"}
+    # per worker of this process: {"target 0": {"busy": 0.93, "rows": 12, ...}, "queues": {...}, "balance": {...}}
     workers: dict[str, Any] = field(default_factory=dict)
 
 
@@ -72,7 +72,7 @@ class Outcome:
     step: int
     total_steps: int
     stopped: bool  # True: `should_stop` asked for it; False: all steps are done
-    workers: dict[str, Any]  # busy and idle time per worker, queues, bottleneck, a better split
+    workers: dict[str, Any]  # busy and idle time per worker, bottleneck, a better split
     stuck: list[str] = field(default_factory=list)  # as in `PipelineError`: threads that still compile after a stop
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import os
 import socket
 import subprocess
 import sys
 import threading
 import time
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,7 @@ import pytest
 import torch
 
 from trainer.compilation import CompilationError
+from trainer.data.rows import Row, RowSource
 from trainer.pipeline import supervisor
 from trainer.pipeline.supervisor import Pipeline
 from trainer.pipeline.types import PipelineConfigError, PipelineError, StepReport, TrainState
@@ -277,6 +280,19 @@ def test_a_compiled_run_equals_an_eager_one_and_starts_from_a_warmed_cache(tmp_p
         assert report["cache_misses"] == 0
         assert report["cache_hits"] == 3
         assert report["cache_bytes"] > 0
+
+
+def test_a_step_whose_rows_supervise_nothing_does_not_end_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    original = RowSource.row
+
+    def row(self: RowSource, number: int) -> Row:
+        made = original(self, number)
+        return replace(made, loss_mask=torch.zeros_like(made.loss_mask)) if number == 2 else made
+
+    monkeypatch.setattr(RowSource, "row", row)
+    recorder, outcome = tiny.train(tiny.run_config())
+    assert outcome.step == 6
+    assert [math.isnan(report.loss) for report in recorder.steps] == [False, False, True, False, False, False]
 
 
 def test_a_checkpoint_comes_with_the_sums_of_all_steps_since_the_one_before_however_slow_the_listener() -> None:
