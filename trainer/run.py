@@ -83,7 +83,7 @@ def run(config_path: Path, run_dir: Path, overrides: Sequence[str], resume_from:
         outcome = Pipeline(settings, drafter_config, source, watch.hooks(), state).run()
     except PipelineError as error:
         report_failure(error)
-        with contextlib.suppress(OSError):  # a full disk may be the very cause
+        with contextlib.suppress(Exception):  # a full disk may be the very cause, and sinks raise what they like
             watch.close()
         if error.stuck:  # threads that hang in a driver can't be joined, and would keep the process from ending
             logging.shutdown()

@@ -144,7 +144,10 @@ class Worker(threading.Thread):
             self.shared.fail(self.name, error)
         finally:
             self.prepared.set()
-            self.end()
+            try:
+                self.end()
+            except Exception as error:  # peers are gone, or the device: what there was to say has been said
+                log.warning("%s did not end cleanly: %s", self.name, error)
 
     def prepare(self) -> None:
         """Build and compile; one worker at a time."""

@@ -21,6 +21,7 @@ import torch
 from trainer.checkpoint import CheckpointError
 from trainer.data.rows import Row, RowSource
 from trainer.pipeline import supervisor
+from trainer.pipeline.exchange import Collective
 from trainer.pipeline.queues import Ring
 from trainer.pipeline.types import PipelineError, StepReport, TrainState
 from trainer.pipeline.workers import CheckpointWorker, NonFiniteError, TargetWorker
@@ -226,6 +227,23 @@ def test_a_checkpoint_that_was_handed_over_but_not_begun_is_written_at_the_end(m
     with pytest.raises(PipelineError, match="just then"):
         tiny.train(tiny.run_config(checkpoint={"every": 6}), recorder)
     assert [state.step for state in recorder.saved] == [6]
+
+
+@pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning")
+def test_an_error_while_a_group_is_left_hides_neither_success_nor_the_first_cause(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def close(self: Collective) -> None:
+        raise RuntimeError("connection closed by peer")
+
+    monkeypatch.setattr(Collective, "close", close)
+    _, outcome = tiny.train(tiny.run_config(drafters=2))
+    assert outcome.step == 6
+    assert "drafter 1 did not end cleanly: connection closed by peer" in caplog.text
+    monkeypatch.setattr(DrafterStep, "accumulate", on_call(9, Boom("bad row"), DrafterStep.accumulate))
+    failure, _ = fails()
+    assert isinstance(failure.__cause__, Boom)
+    assert all(isinstance(error, Boom) for _, error in failure.later)
 
 
 def test_a_failing_hook_ends_the_run_in_its_own_name() -> None:
