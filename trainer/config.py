@@ -134,7 +134,9 @@ class OptimizerConfig(Section):
 class PipelineConfig(Section):
     """Devices, queues and compilation."""
 
-    targets: list[str] = Field(default_factory=lambda: ["cuda:0"], description="Devices that run the target")
+    targets: list[str] = Field(
+        default_factory=lambda: ["cuda:0"], description="Devices that run the target; cuda alone is cuda:$LOCAL_RANK"
+    )
     drafters: list[str] = Field(
         default_factory=lambda: ["cuda:0"], description="Devices that train a drafter; may repeat and may name targets"
     )

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import os
 import queue
 import threading
 import time
@@ -353,7 +354,10 @@ def _finish_loading(devices: set[torch.device]) -> None:
 
 
 def _device(name: str) -> torch.device:
-    """The device of a configuration's name; a GPU always has its index, since compiled code depends on it."""
+    """The device of a configuration's name; a GPU always has its index, since compiled code depends on it.
+
+    `cuda` alone is the GPU of torchrun's $LOCAL_RANK, so that the processes of one host share a configuration.
+    """
     try:
         device = torch.device(name)
     except RuntimeError as error:
@@ -361,7 +365,8 @@ def _device(name: str) -> torch.device:
     if device.type not in ("cpu", "cuda"):
         raise PipelineConfigError(f"device '{name}' is neither a CPU nor a CUDA GPU")
     if device.type == "cuda":
-        device = torch.device("cuda", device.index or 0)
+        index = int(os.environ.get("LOCAL_RANK", "0")) if device.index is None else device.index
+        device = torch.device("cuda", index)
         count = torch.cuda.device_count()
         if device.index >= count:
             raise PipelineConfigError(f"there is no {device}: this machine has {count} CUDA GPUs")

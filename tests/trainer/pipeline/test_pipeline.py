@@ -20,7 +20,7 @@ import torch
 from trainer.compilation import CompilationError
 from trainer.data.rows import Row, RowSource
 from trainer.pipeline import supervisor
-from trainer.pipeline.supervisor import Pipeline
+from trainer.pipeline.supervisor import Pipeline, _device
 from trainer.pipeline.types import PipelineConfigError, PipelineError, StepReport, TrainState
 from trainer.pipeline.workers import CheckpointWorker, DrafterWorker, RowWorker, TargetWorker
 
@@ -330,6 +330,13 @@ def test_a_stop_while_a_worker_compiles_does_not_wait_for_it(ends: bool, monkeyp
     assert (outcome.step, outcome.stopped) == (0, True)
     assert outcome.stuck == ([] if ends else ["drafter 0"])
     assert (recorder.steps, recorder.saved) == ([], [])
+
+
+def test_a_gpu_without_a_number_is_the_one_of_the_local_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    assert [str(_device(name)) for name in ("cuda", "cuda:2")] == ["cuda:0", "cuda:2"]
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    assert [str(_device(name)) for name in ("cuda", "cuda:2")] == ["cuda:3", "cuda:2"]
 
 
 def test_cpus_and_gpus_are_not_mixed(monkeypatch: pytest.MonkeyPatch) -> None:
