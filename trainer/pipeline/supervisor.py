@@ -45,6 +45,7 @@ log = logging.getLogger(__name__)
 
 POLL_SECONDS = 0.1  # how fast a wish of the caller is seen
 PEER_POLL_SECONDS = 1.0  # how fast another process's failure is seen
+COLLECTIVE_SECONDS = 2.0  # for a collective to say what a lost store means
 END_SECONDS = 5.0  # for workers to end after a failure; a thread that hangs in a driver is left behind
 SAVE_SECONDS = 60.0  # for writing a failed run's last checkpoint, and for one that is being written
 
@@ -73,6 +74,7 @@ class Pipeline:
         self._hooks, self._start = hooks, start
         self._load_target = load_target or self._load_configured_target
         self._polled_peers = 0.0
+        self._store_lost = False
 
     def _load_configured_target(self, device: torch.device) -> Target:
         distils = self._config.objective.distillation != "none"
@@ -268,11 +270,15 @@ class Pipeline:
         if group.processes == 1 or time.monotonic() < self._polled_peers + PEER_POLL_SECONDS:
             return
         self._polled_peers = time.monotonic()
+        if self._store_lost:
+            shared.fail("another process", PeerError("the one that served the run's meeting point is gone"))
+            return
         try:
             failure = group.reported_failure()
         except RuntimeError:
-            # The store went with its process. If that failed, the collectives tell; asking again would only make noise.
-            self._polled_peers = float("inf")
+            # The store went with its process. gloo's collectives tell more, and soon; NCCL's wait for ten minutes.
+            self._store_lost = True
+            self._polled_peers += COLLECTIVE_SECONDS
             return
         if failure is not None:
             shared.fail("another process", PeerError(failure))

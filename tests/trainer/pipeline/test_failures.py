@@ -17,11 +17,12 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from trainer.checkpoint import CheckpointError
 from trainer.data.rows import Row, RowSource
 from trainer.pipeline import supervisor
-from trainer.pipeline.exchange import Collective
+from trainer.pipeline.exchange import Alone, Collective, Group
 from trainer.pipeline.queues import Ring
 from trainer.pipeline.types import PipelineError, StepReport, TrainState
 from trainer.pipeline.workers import CheckpointWorker, NonFiniteError, TargetWorker
@@ -244,6 +245,26 @@ def test_an_error_while_a_group_is_left_hides_neither_success_nor_the_first_caus
     failure, _ = fails()
     assert isinstance(failure.__cause__, Boom)
     assert all(isinstance(error, Boom) for _, error in failure.later)
+
+
+def test_a_collective_that_waits_for_a_lost_process_0_does_not_hold_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(supervisor, "END_SECONDS", 0.2)
+    never = threading.Event()
+
+    def gone(self: Group) -> str | None:
+        raise RuntimeError("connection reset by peer")
+
+    def hang(self: Alone, buffer: torch.Tensor) -> None:
+        never.wait(60)
+
+    monkeypatch.setattr(Group, "join", lambda *_: Group(HashStore(), 1, 2, 0, 1, 0, 1))
+    monkeypatch.setattr(Group, "reported_failure", gone)
+    monkeypatch.setattr(Alone, "add_up", hang)
+    with pytest.raises(PipelineError, match="meeting point is gone") as failure:
+        tiny.train(tiny.run_config())
+    assert failure.value.worker == "another process"
+    assert failure.value.stuck == ["drafter 0"]
+    never.set()
 
 
 def test_a_failing_hook_ends_the_run_in_its_own_name() -> None:
