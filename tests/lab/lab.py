@@ -162,9 +162,8 @@ class Lab:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         wait_for("the node's processes end", lambda: not self._node_processes())
-        for root in Path("/sys/fs/cgroup").rglob(self._cgroup):
-            for folder in [*sorted(root.rglob("*/"), reverse=True), root]:
-                wait_for(f"the cgroup {folder} is empty", functools.partial(removed, folder))
+        for cgroup in self.cgroups():
+            wait_for(f"the cgroup {cgroup} is empty", functools.partial(removed, cgroup))
         mounts = [line.split()[4] for line in Path("/proc/self/mountinfo").read_text().splitlines()]
         left = [path for path in mounts if Path(path).is_relative_to(self.state)]
         if left:
@@ -188,6 +187,11 @@ class Lab:
     @property
     def _cgroup(self) -> str:
         return f"dflash-lab-{self.identity}"
+
+    def cgroups(self) -> list[Path]:
+        """The lab's folders in every hierarchy, inner ones first. os.walk, because others come and go meanwhile."""
+        walked = (Path(folder) for folder, _, _ in os.walk("/sys/fs/cgroup", topdown=False))
+        return [folder for folder in walked if self._cgroup in folder.parts]
 
     def _make_ssh(self, port: int) -> None:
         self.ssh.mkdir(parents=True, mode=0o700)

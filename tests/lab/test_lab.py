@@ -18,7 +18,7 @@ def left_of(lab: Lab) -> list[str]:
     """Whatever of a lab can be found on this machine."""
     found = [str(lab.state)] if lab.state.exists() else []
     found += [f"process {pid}" for pid in processes_with(str(lab.state))]
-    found += [str(path) for path in Path("/sys/fs/cgroup").rglob(f"*{lab.identity}*")]
+    found += [str(path) for path in lab.cgroups()]
     found += [line for line in Path("/proc/self/mountinfo").read_text().splitlines() if str(lab.state) in line]
     found += [line for line in Path("/proc/net/dev").read_text().splitlines() if lab.identity in line]
     return found
