@@ -12,6 +12,7 @@ import json
 import logging
 import os
 import sys
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -38,6 +39,7 @@ logger = logging.getLogger(__name__)
 
 # Loading, compiling and the last save are silences in which no step can prove progress.
 SILENCE_SECONDS = 1800.0
+METRICS_SECONDS = 2.0  # for the metrics of a step to be written before its checkpoint is
 
 
 def run(config_path: Path, run_dir: Path, overrides: Sequence[str], resume_from: Path | None, signals: Signals) -> int:
@@ -121,6 +123,8 @@ class Watch:
         self._notifier = notifier
         self._signals = signals
         self._trained = False
+        self._reported = 0  # the newest step whose metrics are written
+        self._progress = threading.Condition()
 
     def hooks(self) -> Hooks:
         """What the pipeline calls."""
@@ -159,6 +163,9 @@ class Watch:
         self._notifier.status(status_line(pool([report])))
         if self._telemetry is not None and (record := self._telemetry.step(report)) is not None:
             logger.info("%s", status_line(record))
+        with self._progress:
+            self._reported = report.step
+            self._progress.notify_all()
 
     def _should_stop(self) -> bool:
         self._signals.training = True  # whoever asks will end the run in order
@@ -169,6 +176,10 @@ class Watch:
         return True
 
     def _save(self, state: TrainState, sums: Tensor | None) -> None:
+        # A run killed between a checkpoint and its step's metrics would resume behind a line that was never written.
+        # Bounded, because a failing run may have no one left who writes them.
+        with self._progress:
+            self._progress.wait_for(lambda: self._reported >= state.step, timeout=METRICS_SECONDS)
         rows = rows_per_step(self._settings)
         path = checkpoint.save(
             self._run_dir / "checkpoints",

@@ -9,6 +9,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+import setuptools  # noqa: F401 - Inductor imports it late, and fails if another import took distutils meanwhile
 
 JUDGE = Path(__file__).parents[2] / ".cache" / "judge"
 
