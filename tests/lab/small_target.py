@@ -17,8 +17,8 @@ from tests.lab.lab import REPOSITORY, SMALL_TARGET
 
 MODEL = REPOSITORY / ".cache" / "smollm2"
 CHATS = SMALL_TARGET / "chats.jsonl"
-ANSWERS = 32
-ANSWER_TOKENS = 112
+ANSWERS = 24
+ANSWER_TOKENS = 96
 CONFIG = f"""\
 target: {{path: {MODEL}, dtype: float32}}
 data: {{sources: [{CHATS}]}}
