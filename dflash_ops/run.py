@@ -91,6 +91,7 @@ class RunSpec(Record):
     job: Printable
     target: Printable
     created: Epoch  # unix seconds, the container's clock
+    boot_id: str | None = None  # of the container in which it was made
     launched_by: Printable  # user@machine of the laptop
     release: Printable  # content hash
     environment: Printable

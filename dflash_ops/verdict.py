@@ -200,6 +200,9 @@ def _absent(seen: Snapshot) -> Verdict:
     if "exit.json" in seen.unreadable:
         return Unknown(reason="it ended, but its exit.json is damaged")
     if started is None:
+        spec = seen.record.spec
+        if spec is not None and spec.boot_id not in (None, seen.boot_id):
+            return Lost(reason="the container restarted while it was launched")
         if "started.json" not in seen.unreadable and seen.age < _LAUNCH_TAKES:
             return Starting(reason="its launch is under way")
         return Lost(reason="its launch was cut off before the unit started")

@@ -44,7 +44,9 @@ def over(seen: Dict[str, Any]) -> bool:
     if properties.get("LoadState") == "not-found":
         # Between a launch's mkdir and its systemd-run the unit is absent as well.
         records = seen["records"]
-        return bool(records["started"] or records["exit"] or records["unreadable"]) or seen["age"] > 120
+        made_in = (records["spec"] or {}).get("boot_id", common.boot_id())
+        begun = records["started"] or records["exit"] or records["unreadable"] or made_in != common.boot_id()
+        return bool(begun) or seen["age"] > 120
     return properties.get("ActiveState") in ("failed", "inactive")
 
 

@@ -139,7 +139,7 @@ def _make(paths: RunPaths, request: Dict[str, Any], facts: Dict[str, Any]) -> No
         mode = {"env": 0o600, "entry": 0o755, "on-exit": 0o755}.get(name, 0o644)
         common.write_file(os.path.join(paths.directory, name), request["files"][name].encode("utf-8"), mode)
     common.write_json(paths.facts, facts)
-    common.write_json(paths.spec, dict(request["spec"], created=time.time()))
+    common.write_json(paths.spec, dict(request["spec"], created=time.time(), boot_id=common.boot_id()))
     common.fsync_directory(os.path.dirname(paths.directory))
 
 

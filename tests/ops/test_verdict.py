@@ -33,6 +33,7 @@ from tests.ops.evidence import (
     running,
     silent,
     snapshot,
+    spec,
     started,
 )
 
@@ -296,6 +297,13 @@ def test_a_unit_gone_without_a_record_in_the_same_boot_is_lost_and_never_succeed
 
 def test_a_launch_in_its_first_moments_is_starting() -> None:
     assert judge(snapshot(unit=ABSENT, record=record(started=None), age=3.0)).state == "starting"
+
+
+def test_a_launch_whose_container_restarted_is_lost_at_once() -> None:
+    before = spec(boot_id="5f1e8f0e-0000-0000-0000-000000000000")
+    verdict = judge(snapshot(unit=ABSENT, record=record(spec=before, started=None), age=3.0))
+    assert verdict.state == "lost"
+    assert "restarted" in verdict.reason
 
 
 def test_a_launch_that_was_cut_off_is_lost() -> None:
