@@ -131,7 +131,7 @@ def test_relative_paths_start_at_the_inventory_s_folder(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("address", "user"), [("10.0.0.7", "root"), ("fe80::1%eth0", "a.b-c"), ("bücher.example", "x@y")]
+    ("address", "user"), [("127.0.0.7", "root"), ("fe80::1%eth0", "a.b-c"), ("bücher.example", "x@y")]
 )
 def test_addresses_and_users_as_they_are_in_the_world_are_taken(tmp_path: Path, address: str, user: str) -> None:
     load(tmp_path, GOOD.replace("pve1.example", f"'{address}'\n    user: {user}"))
