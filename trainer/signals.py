@@ -28,7 +28,9 @@ class Signals:
         self.stop = threading.Event()
         self._checkpoint = threading.Event()
         faulthandler.enable()  # SIGABRT among others: every thread's stack goes to stderr, then the process dies
-        faulthandler.register(signal.SIGUSR1)
+        # Not faulthandler.register: its handler reads the frames of threads that go on running, which was seen to crash
+        # a healthy run. A Python handler holds the interpreter's lock meanwhile.
+        signal.signal(signal.SIGUSR1, lambda number, frame: faulthandler.dump_traceback())
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._on_stop)
         signal.signal(signal.SIGUSR2, lambda number, frame: self._checkpoint.set())
