@@ -129,6 +129,7 @@ class JobEntry(Entry):
 
     config: Path | dict[Any, Any] = Field(description="The trainer's configuration: a YAML file, or written here")
     environment: str | None = Field(None, description="A key of `environments`; default: the only one")
+    targets: list[str] | None = Field(None, min_length=1, description="Keys of `targets`; it may run nowhere else")
     set: dict[str, Any] = Field(default_factory=dict, description="Dotted keys of the configuration and their values")
     source: Path | None = Field(None, description="Folder of Python code to ship; default: the trainer package")
     gpus: GpuEntry | None = Field(None, description="Sets pipeline.targets and pipeline.drafters of the configuration")
@@ -338,3 +339,5 @@ def _check_references(inventory: Inventory, path: Path, lines: Lines) -> None:
             check("host", target.host, inventory.hosts, "targets", key, "host")
     for key, job in inventory.jobs.items():
         check("environment", job.environment, inventory.environments, "jobs", key, "environment")
+        for index, target_name in enumerate(job.targets or ()):
+            check("target", target_name, inventory.targets, "jobs", key, "targets", index)

@@ -229,6 +229,9 @@ def _last_lines(seen: Snapshot) -> tuple[str, ...]:
 def plan(inventory: Inventory, target: str, roots: RootPaths, options: LaunchOptions) -> Plan:
     """Work out a launch. Raises UsageError, ConfigurationError."""
     name, job = inventory.job(options.job)
+    if job.targets is not None and target not in job.targets:
+        hint = f"give --target {job.targets[0]}, or add {target} to the job's `targets`"
+        raise UsageError(f"the job {name} may not run on {target}", hint)
     run = check_run_name(options.run) if options.run is not None else automatic_name(name)
     config = job_config(inventory, name, job, options.set)
     release = pack(inventory.resolve(job.source) if job.source else trainer_source())

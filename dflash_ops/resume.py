@@ -14,7 +14,7 @@ from dflash_ops.diff import compare_facts
 from dflash_ops.environment import Interpreter, interpreter
 from dflash_ops.errors import ConfigurationError
 from dflash_ops.facts import read_facts
-from dflash_ops.inventory import Inventory
+from dflash_ops.inventory import JobEntry
 from dflash_ops.launch import (
     LaunchReport,
     Plan,
@@ -69,7 +69,7 @@ def plan_resume(session: Session, old: RunSpec, directory: str, options: ResumeO
     name = check_run_name(options.name) if options.name is not None else automatic_name(old.job)
     release = None
     if options.current_code:
-        job = inventory.jobs.get(old.job)
+        job = _job(session, old)
         release = pack(inventory.resolve(job.source) if job is not None and job.source else trainer_source())
     spec = {
         "schema": 1,
@@ -82,7 +82,7 @@ def plan_resume(session: Session, old: RunSpec, directory: str, options: ResumeO
         "watchdog": old.watchdog,
         "resumed_from": directory,
     }
-    asked = assemble(session.paths, spec, _interpreter(session, old), release, _variables(inventory, old))
+    asked = assemble(session.paths, spec, _interpreter(session, old), release, _variables(session, old))
     return replace_fields(asked, wait=options.wait, timeout=options.timeout)
 
 
@@ -95,11 +95,28 @@ def _interpreter(session: Session, old: RunSpec) -> Interpreter:
     return Interpreter(old.environment, old.python, old.lock)
 
 
-def _variables(inventory: Inventory, old: RunSpec) -> dict[str, str]:
+def _job(session: Session, old: RunSpec) -> JobEntry | None:
+    """The run's job in the inventory, None when it is gone. Raises ConfigurationError.
+
+    Which job it was, only the container says. One that has fallen into wrong hands could name any, and would be sent
+    that job's secrets and code: so the inventory must say that the job may run there.
+    """
+    inventory, target = session.inventory, session.target_name
+    job = inventory.jobs.get(old.job)
+    # With a single target there is nowhere else that a job could be meant for.
+    if job is not None and target not in (job.targets or (inventory.targets if len(inventory.targets) == 1 else ())):
+        raise ConfigurationError(
+            f"{target} says that the run is one of job {old.job}, which the inventory does not give to {target}",
+            f"if it is right, add {target} to the job's `targets`",
+        )
+    return job
+
+
+def _variables(session: Session, old: RunSpec) -> dict[str, str]:
     """Values are read here once more: only their names were kept."""
     if not old.variables:
         return {}
-    job = inventory.jobs.get(old.job)
+    job = _job(session, old)
     if job is None:
         raise ConfigurationError(
             f"the run had variables ({visible(', '.join(old.variables))}) of job {visible(old.job)}, "

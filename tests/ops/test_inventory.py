@@ -63,6 +63,8 @@ def test_the_project_s_own_inventory_is_valid() -> None:
         ("    container: 200", "    container: 200\n    enter: ssh", ":8: `targets.main.enter`"),
         ("    container: 200", "    container: 200\n    container: 201", ":8: the key `container` stands twice"),
         ("  smoke:\n", "  smoke:\n    environment: vnev\n", ":13: there is no environment `vnev`"),
+        ("  smoke:\n", "  smoke:\n    targets: [main,\n      mian]\n", ":14: there is no target `mian`"),
+        ("  smoke:\n", "  smoke:\n    targets: []\n", ":13: `jobs.smoke.targets`"),
         ("  smoke:\n", "  smoke:\n    env: {A B: x}\n", ":13: `jobs.smoke.env.A B`"),
         ("  smoke:\n", "  smoke:\n    gpus: {target: 0-x}\n", '"0-4"'),
         ("  smoke:\n", "  smoke:\n    gpus: {targets: 0}\n", "did you mean `target`?"),

@@ -206,6 +206,15 @@ def test_automatic_names_are_run_names(job: str) -> None:
     assert RUN_NAME.match(automatic_name(job))
 
 
+def test_a_job_runs_only_where_it_may(inventory: Inventory) -> None:
+    text = INVENTORY.replace("here: {host: local}", "here: {host: local}\n  there: {host: local}")
+    inventory.path.write_text(text.replace("  smoke:\n", "  smoke:\n    targets: [there]\n"))
+    with pytest.raises(UsageError, match="the job smoke may not run on here") as caught:
+        planned(load_inventory(inventory.path))
+    assert "--target there" in caught.value.hint
+    assert planned(load_inventory(inventory.path), job="eight").spec["target"] == "here"
+
+
 def test_secrets_are_in_the_variables_file_and_nowhere_else(inventory: Inventory) -> None:
     asked = planned(inventory)
     assert "TOKEN='s3cr3t-canary-$HOME'\n" in asked.env

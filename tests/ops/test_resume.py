@@ -21,6 +21,7 @@ environments: {venv: {python: /opt/venv/bin/python}}
 jobs:
   smoke: {config: {}, source: package, env: {TOKEN: env:CANARY}}
 """
+TWO = INVENTORY.replace("targets: {", "targets: {there: {host: local}, ")
 
 
 def facts(torch: str) -> dict[str, Any]:
@@ -37,8 +38,10 @@ def facts(torch: str) -> dict[str, Any]:
     }
 
 
-def opened(folder: Path, old: dict[str, Any], **preflight: Any) -> tuple[Session, FakeTransport]:
-    (folder / "inventory.yaml").write_text(INVENTORY)
+def opened(
+    folder: Path, old: dict[str, Any], inventory: str = INVENTORY, **preflight: Any
+) -> tuple[Session, FakeTransport]:
+    (folder / "inventory.yaml").write_text(inventory)
     answer = {
         "spec": old,
         "checkpoint": "step-00000200",
@@ -101,6 +104,29 @@ def test_variables_are_read_anew_and_a_job_that_is_gone_is_named(
     session, _ = opened(tmp_path, old_spec(variables=["TOKEN"], job="deleted"))
     with pytest.raises(ConfigurationError, match="job deleted"):
         resume(session, ResumeOptions("r7", name="r8"))
+
+
+@pytest.mark.parametrize("inventory", [TWO, TWO.replace("smoke: {", "smoke: {targets: [there], ")])
+@pytest.mark.parametrize("current_code", [False, True])
+def test_a_container_cannot_ask_for_another_target_s_secrets_or_code(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, inventory: str, current_code: bool
+) -> None:
+    monkeypatch.setenv("CANARY", "value-of-now")
+    session, transport = opened(tmp_path, old_spec(variables=[] if current_code else ["TOKEN"]), inventory)
+    with pytest.raises(ConfigurationError, match="job smoke, which the inventory does not give to here") as caught:
+        resume(session, ResumeOptions("r7", name="r8", current_code=current_code))
+    assert "add here to the job's `targets`" in caught.value.hint
+    assert [call.verb for call in transport.calls] == ["resume"]
+
+
+def test_a_job_that_the_inventory_gives_to_the_target_gets_its_secrets_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CANARY", "value-of-now")
+    given = TWO.replace("smoke: {", "smoke: {targets: [there, here], ")
+    session, transport = opened(tmp_path, old_spec(variables=["TOKEN"]), given)
+    resume(session, ResumeOptions("r7", name="r8"))
+    assert "TOKEN=value-of-now\n" in transport.calls[-1].request["files"]["env"]
 
 
 def test_a_spec_that_is_no_spec_is_one_sentence(tmp_path: Path) -> None:
