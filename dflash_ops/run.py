@@ -136,8 +136,9 @@ class KillRequest(Record):
 
     time: Epoch
     by: str
-    grace: float
+    grace: float  # seconds
     force: bool = False
+    sent: bool = True  # systemd took it; false from the moment before until then. Older records do not say
 
 
 class RunRecord(Record):

@@ -25,10 +25,14 @@ from dflash_ops.probes.unit import (
     UnitStopping,
     UnitUnknown,
 )
+from dflash_ops.run import KillRequest
 from dflash_ops.text import age, visible
+from dflash_ops.unit import STOP_SECONDS
 
 # A launch makes the directory and then the unit; between the two there is neither.
 _LAUNCH_TAKES = 120.0
+# A stop that systemd took has ended the unit by then: its answer may take 20 s, the unit's end STOP_SECONDS.
+_STOP_TAKES = 120.0
 # CPU use below this is a process that waits: a blocked trainer still wakes up to look at its queues.
 _IDLE_CORES = 0.05
 # systemd's own exit codes for what failed before the program ran, and the entry script's.
@@ -189,7 +193,7 @@ def _foreign(seen: Snapshot, invocation_id: str) -> bool:
 
 def _stop_reason(seen: Snapshot) -> str:
     asked = seen.record.kill_requested
-    if asked is None:
+    if asked is None or not (asked.sent or seen.time - asked.time <= _STOP_TAKES):
         return "something else than dflash asked it to stop"
     return f"asked to stop {age(seen.time - asked.time)} ago by {visible(asked.by, 80)}"
 
@@ -206,7 +210,8 @@ def _absent(seen: Snapshot) -> Verdict:
         if "started.json" not in seen.unreadable and seen.age < _LAUNCH_TAKES:
             return Starting(reason="its launch is under way")
         return Lost(reason="its launch was cut off before the unit started")
-    if seen.record.kill_requested is not None and started.boot_id == seen.boot_id:
+    asked = seen.record.kill_requested
+    if asked is not None and asked.sent and started.boot_id == seen.boot_id:
         return Cancelled(reason="stopped on request; it left no exit record", ending=None)
     if started.boot_id != seen.boot_id:
         return Lost(reason="the container restarted while it ran" + _where_it_was(seen))
@@ -230,7 +235,7 @@ def _lines(seen: Snapshot) -> tuple[str, ...]:
 
 def _ended(seen: Snapshot, ending: Ending, when: float | None) -> Verdict:
     """The main process is gone and this is how."""
-    asked = seen.record.kill_requested
+    asked = _stopped_by(seen, ending, when)
     if asked is not None:
         by = visible(asked.by, 80)
         how = "" if ending.clean else f"; {ending.describe()}"
@@ -254,6 +259,21 @@ def _ended(seen: Snapshot, ending: Ending, when: float | None) -> Verdict:
     lasted = _lasted(seen, when)
     reason = f"{ending.describe()}{' ' + lasted if lasted else ''} ({why})" if why else ending.describe()
     return Failed(reason=reason, ended=when, ending=ending, failure=failure.name if failure else None)
+
+
+def _stopped_by(seen: Snapshot, ending: Ending, when: float | None) -> KillRequest | None:
+    """The kill request that ended the run; None when it ended without one.
+
+    A request that is not marked as sent never came to systemd, or its sender died in the moment between. Then the end
+    must come soon and look like a stop: by a signal, or with a stop job. A grace longer than the unit's own is a plain
+    SIGTERM, which leaves no such trace in a trainer that obeys it.
+    """
+    asked = seen.record.kill_requested
+    if asked is None or asked.sent:
+        return asked
+    soon = when is not None and 0 <= when - asked.time <= _STOP_TAKES
+    job = seen.record.exit is not None and seen.record.exit.stop_requested
+    return asked if soon and (job or ending.code == "killed" or asked.grace > STOP_SECONDS) else None
 
 
 def _lasted(seen: Snapshot, when: float | None) -> str:

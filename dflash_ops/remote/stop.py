@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from typing import Any, Dict, Optional
@@ -47,25 +48,37 @@ def main(request: Dict[str, Any], channel: Channel) -> Dict[str, Any]:
         channel.event(run=paths.run, state="already ended")
         return _answer("already-ended", paths, request, None)
     grace, force = float(request["grace"]), bool(request["force"])
-    # The record comes first: whatever happens next, the end will be known as asked for.
-    if common.read_json(paths.kill_requested) is None or force:
-        wish = {"time": time.time(), "by": request["by"], "grace": grace, "force": force}
+    earlier = common.read_json(paths.kill_requested) or {"sent": False}
+    sent = bool(earlier.get("sent", True))
+    wish = {"time": time.time(), "by": request["by"], "grace": grace, "force": force, "sent": sent}
+    if force or not sent:
+        # The record comes first: whatever happens next, an end that follows will be known as asked for. `sent` comes
+        # when systemd took it: without that, a run that goes on and ends by itself later was not stopped by us.
         common.write_json(paths.kill_requested, wish)
-    channel.event(run=paths.run, state="asked to stop")
-    outcome = "stopped"
     if force:
-        outcome = "killed"
-        _force(paths)
+        refused = _force(paths)
+    elif grace <= float(request["stop_seconds"]):
+        # systemd itself ends the run after its own time, even if we are gone by then.
+        refused = _systemctl("--no-block", "stop", paths.unit)
     else:
-        if grace <= float(request["stop_seconds"]):
-            # systemd itself ends the run after its own time, even if we are gone by then.
-            _systemctl("--no-block", "stop", paths.unit)
-        else:
-            _systemctl("kill", "--kill-who=main", "--signal=TERM", paths.unit)
-        if not _gone(paths, grace, channel):
-            outcome = "killed"
-            channel.event(run=paths.run, state="still there after %g s: killed" % grace)
-            _force(paths)
+        refused = _systemctl("kill", "--kill-who=main", "--signal=TERM", paths.unit)
+    if refused is not None:
+        if not sent:
+            os.unlink(paths.kill_requested)
+        if not _dead(_show(paths)):
+            hint = "look at it with `systemctl status %s` in the container" % paths.unit
+            raise Refusal(TEMPORARY, "systemd did not stop the run %s: %s" % (paths.run, refused), hint, "refused")
+        channel.event(run=paths.run, state="already ended")
+        return _answer("already-ended", paths, request, None)
+    if not sent:
+        with contextlib.suppress(OSError):  # a disk that is full by now: the end itself must tell
+            common.write_json(paths.kill_requested, dict(wish, sent=True))
+    channel.event(run=paths.run, state="asked to stop")
+    outcome = "killed" if force else "stopped"
+    if not force and not _gone(paths, grace, channel):
+        outcome = "killed"
+        channel.event(run=paths.run, state="still there after %g s: killed" % grace)
+        _force(paths)
     if not _gone(paths, _AFTER_FORCE, channel):
         raise Refusal(
             TEMPORARY,
@@ -92,15 +105,19 @@ def _dead(unit: Dict[str, str]) -> bool:
     return unit.get("LoadState") == "not-found" or unit.get("ActiveState") in _DEAD
 
 
-def _systemctl(*words: str) -> None:
+def _systemctl(*words: str) -> Optional[str]:
+    """None when systemd took it, else why not. Raises Refusal when it did not answer: it may have taken it."""
     done = common.call(["systemctl", *words], 20)
     if done.status is None:
         raise Refusal(TEMPORARY, "systemd in the container did not answer: %s" % done.error, "try again", "systemd")
+    return None if done.status == 0 else (done.stderr.strip().splitlines() or ["no reason given"])[-1]
 
 
-def _force(paths: RunPaths) -> None:
-    _systemctl("kill", "--signal=KILL", paths.unit)
-    _systemctl("--no-block", "stop", paths.unit)
+def _force(paths: RunPaths) -> Optional[str]:
+    """SIGKILL, and a stop, so that nothing starts it again. As `_systemctl`: None when one of the two was taken."""
+    killed = _systemctl("kill", "--signal=KILL", paths.unit)
+    stopped = _systemctl("--no-block", "stop", paths.unit)
+    return killed and stopped
 
 
 def _gone(paths: RunPaths, seconds: float, channel: Channel) -> bool:

@@ -25,6 +25,7 @@ from tests.ops.evidence import (
     EIGHT,
     INVOCATION,
     KILL,
+    NOW,
     exit_record,
     fresh,
     gpus,
@@ -273,6 +274,34 @@ def test_an_end_that_was_asked_for_is_cancelled_however_it_came(result: str, cod
 def test_an_end_that_nobody_asked_dflash_for_is_never_cancelled(result: str, code: str, status: str) -> None:
     verdict = judge(snapshot(unit=ABSENT, record=record(exit=exit_record(result, code, status))))
     assert (verdict.state, verdict.exit_code) == ("lost", Exit.RUN_LOST)
+
+
+@pytest.mark.parametrize(
+    ("end", "after", "grace", "state"),
+    [
+        (("success", "exited", "0", False), 10, 45, "succeeded"),
+        (("exit-code", "exited", "1", False), 10, 45, "failed"),
+        (("success", "exited", "0", False), 600, 3600, "succeeded"),
+        (("success", "exited", "0", True), 600, 45, "lost"),
+        (("signal", "killed", "KILL", False), 600, 45, "failed"),
+        (("success", "exited", "0", True), 10, 45, "cancelled"),
+        (("success", "killed", "TERM", True), 10, 45, "cancelled"),
+        (("signal", "killed", "KILL", False), 10, 45, "cancelled"),
+        (("success", "exited", "0", False), 10, 3600, "cancelled"),
+    ],
+)
+def test_a_request_that_may_never_have_come_to_systemd_counts_only_for_a_stop_soon_after(
+    end: tuple[str, str, str, bool], after: float, grace: float, state: str
+) -> None:
+    asked = KILL.model_copy(update={"sent": False, "grace": grace})
+    exit_ = exit_record(*end[:3], stop_requested=end[3], time=asked.time + after)
+    assert judge(snapshot(unit=ABSENT, record=record(kill_requested=asked, exit=exit_))).state == state
+
+
+def test_a_request_that_never_came_to_systemd_does_not_explain_a_unit_that_is_gone_or_stopping() -> None:
+    asked = KILL.model_copy(update={"sent": False, "time": NOW - 600})
+    assert judge(snapshot(unit=ABSENT, record=record(kill_requested=asked))).state == "lost"
+    assert "something else" in judge(snapshot(unit=STOPPING, record=record(kill_requested=asked))).reason
 
 
 def test_a_trainer_that_obeyed_the_containers_shutdown_is_lost_and_not_succeeded() -> None:
