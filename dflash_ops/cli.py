@@ -472,16 +472,25 @@ def gc(
     target: TargetOption = None,
     keep: Annotated[int, typer.Option("--keep", min=0, help="Newest ended runs that stay")] = 10,
     older_than: Annotated[
-        float, typer.Option("--older-than", min=0, callback=_finite, help="Days since its end that a run stays")
+        float,
+        typer.Option(
+            "--older-than",
+            min=0,
+            callback=_finite,
+            help="Days that a run stays after its end, a compile cache after its last use",
+        ),
     ] = 14,
     caches: Annotated[
-        bool, typer.Option("--caches", help="Compile and download caches too, when no run is live")
+        bool, typer.Option("--caches", help="Compile caches of any age; downloads too, when no run is live")
     ] = False,
     remove: Annotated[bool, typer.Option("--remove", help="Remove what is listed, after asking")] = False,
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask")] = False,
     json: JsonOption = False,
 ) -> None:
-    """What may go from the container: old runs, releases and environments without one. Lists, unless --remove."""
+    """What may go from the container: old runs and compile caches, releases and environments that no run uses.
+
+    Lists, unless --remove. What a live run uses stays.
+    """
     with session(target, json=json) as opened:
         from dflash_ops import gc as verb
 

@@ -17,12 +17,12 @@ class GcOptions:
     """What is kept."""
 
     keep: int = 10  # newest ended runs
-    older_than: float = 14.0  # days since its end
-    caches: bool = False
+    older_than: float = 14.0  # days since a run's end, or a compile cache's last use
+    caches: bool = False  # all of them, whatever their age
 
 
 class Item(BaseModel):
-    """A folder that nothing uses."""
+    """A folder that nothing uses; of a compile cache `why` names torch, GPU and last use."""
 
     path: str
     kind: Literal["run", "release", "environment", "leftover", "cache"]

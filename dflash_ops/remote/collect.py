@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import re
 import shutil
@@ -14,6 +15,7 @@ from dflash_ops.remote.common import CONFIGURATION, Channel, Refusal, RunPaths
 
 # A launch stores its release some time before its run exists.
 _YOUNG_SECONDS = 3600
+_KEY = "key.json"  # in each compile cache, by the trainer: what it was compiled with and for
 _HASH = re.compile(r"[0-9a-f]{32}\Z")
 _LEFT_OVER = re.compile(r"[0-9a-f]{32}\.(tmp|damaged)-|\.gone-")
 
@@ -21,9 +23,10 @@ _LEFT_OVER = re.compile(r"[0-9a-f]{32}\.(tmp|damaged)-|\.gone-")
 def main(request: Dict[str, Any], channel: Channel) -> Dict[str, Any]:
     """List what may go, and remove it when `remove` holds its paths.
 
-    request: `root`; `keep`, how many of the newest ended runs stay; `older_than` seconds that an ended run must have;
-    `caches`: whether compile and download caches go too; `remove`: null, or the paths that were agreed to. Events:
-    {removed}. Result: `items` [{path, kind, bytes, why}], `removed` paths.
+    request: `root`; `keep`, how many of the newest ended runs stay; `older_than` seconds since its end that a run must
+    have, and since its last use a compile cache; `caches`: whether compile caches of any age and the other caches go
+    too; `remove`: null, or the paths that were agreed to. Events: {removed}. Result: `items` [{path, kind, bytes,
+    why}], `removed` paths.
     """
     root = common.checked_root(request["root"])
     removed: List[str] = []
@@ -70,15 +73,48 @@ def _removable(root: str, request: Dict[str, Any], channel: Channel) -> Iterator
     for path, _, age in _entries(os.path.join(root, "wheels"), now):
         if age > _YOUNG_SECONDS:
             yield _item(path, "leftover", "wheels of a build", channel)
-    for folder in ("runs", "cache"):
+    for folder in ("runs", "cache", "cache/compile"):
         for path, name, _ in _entries(os.path.join(root, folder), now):
             if name.startswith(".gone-"):
                 yield _item(path, "leftover", "of a removal that was cut off", channel)
+    for path, age in _compile_caches(root, live, now):
+        if request["caches"] or age >= float(request["older_than"]):
+            yield _item(path, "cache", "%s, last used %d days ago" % (_made_for(path), age // 86400), channel)
     if request["caches"] and not live:
-        for name in ("compile", "uv", "pycache"):
+        for name in ("uv", "pycache"):
             path = os.path.join(root, "cache", name)
             if os.path.isdir(path):
                 yield _item(path, "cache", "it is built anew when needed", channel)
+
+
+def _compile_caches(root: str, live: Set[str], now: float) -> "Iterator[tuple[str, float]]":
+    """The compile caches that no live run uses: path, seconds since a run last took it up."""
+    used: Set[str] = set()
+    for run in live:
+        folders = _compiled_into(RunPaths(root, run))
+        if folders is None:  # it has not compiled yet, so it may be about to use any
+            return
+        used |= folders
+    for path, name, age in _entries(os.path.join(root, "cache", "compile"), now):
+        if os.path.realpath(path) not in used and not name.startswith(".gone-"):
+            with contextlib.suppress(OSError):
+                age = now - os.stat(os.path.join(path, _KEY)).st_mtime  # written anew at each use
+            yield path, age
+
+
+def _compiled_into(paths: RunPaths) -> Optional[Set[str]]:
+    """The compile caches of a run that is past its compilation; None when it is not known to be."""
+    try:
+        with open(paths.compile, "rb") as stream:
+            return {os.path.realpath(str(report.get("cache_directory"))) for report in json.load(stream)}
+    except (OSError, ValueError, TypeError, AttributeError):
+        return None
+
+
+def _made_for(path: str) -> str:
+    """What a compile cache's key says that it is for."""
+    key = common.read_json(os.path.join(path, _KEY)) or {}
+    return "torch %s on %s" % tuple(str(key.get(name, "?"))[:80] for name in ("torch", "gpu"))
 
 
 def _item(path: str, kind: str, why: str, channel: Channel) -> Dict[str, Any]:

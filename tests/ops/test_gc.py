@@ -57,6 +57,15 @@ def make_folder(session: Session, path: str, days: float = 30) -> None:
     age_of(folder, days)
 
 
+def make_cache(session: Session, name: str, days: float = 30) -> str:
+    """A compile cache whose kernels are old and whose key was last written `days` ago."""
+    make_folder(session, f"cache/compile/{name}", 90)
+    key = Path(session.root, "cache/compile", name, "key.json")
+    key.write_text(json.dumps({"torch": "2.13.0", "gpu": "NVIDIA H200", "shapes": {}}))
+    age_of(key, days)
+    return str(key.parent)
+
+
 def found(report: GcReport, session: Session) -> set[str]:
     return {os.path.relpath(item.path, session.root) for item in report.items}
 
@@ -75,12 +84,50 @@ def test_a_live_run_stays_whatever_its_age_and_so_does_all_that_it_uses(session:
     make_run(session, "live", 60, ended=False, release="2" * 32, lock="3" * 32, resumed_from=resumed)
     for path in (f"releases/{'1' * 32}", f"releases/{'2' * 32}", f"env/{'3' * 32}", f"releases/{'4' * 32}"):
         make_folder(session, path)
-    make_folder(session, "cache/compile")
+    make_cache(session, "k1")
+    make_folder(session, "cache/uv")
     (tmp_path / "units").write_text("dflash-live.service\n")
     assert found(look(session, GcOptions(keep=0, older_than=0, caches=True)), session) == {f"releases/{'4' * 32}"}
     (tmp_path / "units").write_text("")
     everything = found(look(session, GcOptions(keep=0, older_than=0, caches=True)), session)
-    assert {"runs/live", "runs/source", f"releases/{'2' * 32}", f"env/{'3' * 32}", "cache/compile"} <= everything
+    assert {"runs/live", "runs/source", f"releases/{'2' * 32}", f"env/{'3' * 32}", "cache/uv"} <= everything
+    assert "cache/compile/k1" in everything
+
+
+def test_compile_caches_go_one_by_one_when_no_run_took_them_up_for_long(session: Session) -> None:
+    old, recent = make_cache(session, "old", 20), make_cache(session, "recent", 3)
+    report = look(session, GcOptions(older_than=14))
+    assert [(item.path, item.kind, item.why) for item in report.items] == [
+        (old, "cache", "torch 2.13.0 on NVIDIA H200, last used 20 days ago")
+    ]
+    assert report.bytes >= 10_000
+    assert found(look(session, GcOptions(caches=True)), session) == {"cache/compile/old", "cache/compile/recent"}
+    assert remove(session, GcOptions(older_than=14), report).removed == [old]
+    assert [str(path) for path in Path(session.root, "cache/compile").iterdir()] == [recent]
+
+
+def test_a_compile_cache_of_a_live_run_stays_and_all_do_while_one_has_yet_to_compile(
+    session: Session, tmp_path: Path
+) -> None:
+    used, _ = make_cache(session, "used"), make_cache(session, "unused")
+    make_run(session, "live", 60, ended=False)
+    (tmp_path / "units").write_text("dflash-live.service\n")
+    compiled = Path(session.root, "runs/live/compile.json")
+    for text in (None, "", "{", "3", "[3]"):
+        if text is not None:
+            compiled.write_text(text)
+        assert found(look(session, GcOptions(caches=True)), session) == set()
+    compiled.write_text(json.dumps([{"worker": "drafter 0", "cache_directory": used, "cache_bytes": 9}]))
+    assert found(look(session, GcOptions()), session) == {"cache/compile/unused"}
+    assert found(look(session, GcOptions(caches=True)), session) == {"cache/compile/unused"}
+
+
+def test_a_compile_cache_that_a_run_took_up_meanwhile_stays(session: Session) -> None:
+    path = make_cache(session, "k1")
+    agreed = look(session, GcOptions())
+    os.utime(Path(path, "key.json"))
+    assert remove(session, GcOptions(), agreed).removed == []
+    assert Path(path, "file").is_file()
 
 
 def test_what_a_launch_may_just_have_sent_stays(session: Session) -> None:
@@ -131,8 +178,9 @@ def test_paths_that_were_not_found_are_never_removed(session: Session, tmp_path:
 
 def test_a_removal_that_was_cut_off_is_finished_by_the_next(session: Session) -> None:
     make_folder(session, "runs/.gone-1-r0", days=0)
+    make_folder(session, "cache/compile/.gone-1-k1", days=0)
     report = look(session, GcOptions())
-    assert found(report, session) == {"runs/.gone-1-r0"}
+    assert found(report, session) == {"runs/.gone-1-r0", "cache/compile/.gone-1-k1"}
     assert remove(session, GcOptions(), report).removed
     assert list(Path(session.root, "runs").iterdir()) == []
 
