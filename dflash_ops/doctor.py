@@ -296,7 +296,9 @@ def python_lines(facts: Facts) -> Iterator[Line]:
     yield _python_line(python)
     wanted = ("torch", "triton", "transformers", "safetensors", "numpy")
     versions = [f"{name} {facts.packages[name]}" for name in wanted if name in facts.packages]
-    missing = [name for name in ("torch", "transformers") if name not in facts.packages]
+    # torch compiles for GPUs by triton; for the CPU it takes the C++ compiler.
+    needed = ("torch", "transformers", *(["triton"] if isinstance(facts.gpus(), GpuDevices) else []))
+    missing = [name for name in needed if name not in facts.packages]
     if missing:
         cure = "install it there, or let dflash build the environment from a lock file"
         yield fail("packages", f"{' and '.join(missing)} not installed", cure)

@@ -240,7 +240,8 @@ def test_a_healthy_container_has_only_ok_lines() -> None:
         ({"limits": {"open files": ["1024", "20000"]}}, "limits", "warn", "20000"),
         ({"python": {"error": "no such file"}}, "python", "fail", "no such file"),
         ({"python__version": "3.9.2"}, "python", "fail", "3.9.2"),
-        ({"packages": {"torch": "2.11.0"}}, "packages", "fail", "transformers not installed"),
+        ({"packages": {"torch": "2.11.0", "triton": "3.6.0"}}, "packages", "fail", "transformers not installed"),
+        ({"packages": {"torch": "2.11.0", "transformers": "5"}}, "packages", "fail", "triton not installed"),
         (
             {"torch__files__state": "changed", "torch__files__added": ["torch/fx/p.py"]},
             "torch",
@@ -265,6 +266,12 @@ def test_each_fault_gives_its_line_and_a_cure(change: dict[str, Any], topic: str
     line = said(lines, topic)
     assert words in line.text
     assert line.cure or level == "unknown"
+
+
+def test_without_gpus_triton_may_be_missing() -> None:
+    no_gpus = {"gpu__command": {"state": "missing"}, "gpu__nodes": [], "gpu__driver": None}
+    facts = given(packages={"torch": "2.11.0", "transformers": "5"}, **no_gpus)
+    assert levels(all_lines(facts))["packages"] == "ok"
 
 
 @pytest.mark.parametrize(
