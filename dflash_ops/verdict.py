@@ -8,7 +8,7 @@ that SIGTERM ended.
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -52,14 +52,8 @@ class _Verdict(BaseModel):
 
     reason: str = Field(description="One line; empty when the state says it all")
 
-    @property
-    def exit_code(self) -> Exit:
-        """What `status --exit-code` and `wait` exit with."""
-        return Exit.RUN_NOT_FINISHED
-
-    @property
-    def finished(self) -> bool:
-        return False
+    exit_code: ClassVar[Exit] = Exit.RUN_NOT_FINISHED  # of `status --exit-code` and `wait`
+    finished: ClassVar[bool] = False
 
 
 class Starting(_Verdict):
@@ -94,20 +88,14 @@ class Stopping(_Verdict):
 
 class _Finished(_Verdict):
     ended: float | None = Field(None, description="Unix seconds by the container's clock; None where no record says")
-
-    @property
-    def finished(self) -> bool:
-        return True
+    finished: ClassVar[bool] = True
 
 
 class Succeeded(_Finished):
     """It did all its steps and exited with status 0."""
 
     state: Literal["succeeded"] = "succeeded"
-
-    @property
-    def exit_code(self) -> Exit:
-        return Exit.OK
+    exit_code: ClassVar[Exit] = Exit.OK
 
 
 class Failed(_Finished):
@@ -116,10 +104,7 @@ class Failed(_Finished):
     state: Literal["failed"] = "failed"
     ending: Ending
     failure: str | None = Field(None, description="The named failure that the log shows")
-
-    @property
-    def exit_code(self) -> Exit:
-        return Exit.RUN_FAILED
+    exit_code: ClassVar[Exit] = Exit.RUN_FAILED
 
 
 class Cancelled(_Finished):
@@ -127,30 +112,21 @@ class Cancelled(_Finished):
 
     state: Literal["cancelled"] = "cancelled"
     ending: Ending | None
-
-    @property
-    def exit_code(self) -> Exit:
-        return Exit.RUN_CANCELLED
+    exit_code: ClassVar[Exit] = Exit.RUN_CANCELLED
 
 
 class Lost(_Finished):
     """It is gone, and not by its own doing nor by dflash: its container restarted, or somebody else stopped it."""
 
     state: Literal["lost"] = "lost"
-
-    @property
-    def exit_code(self) -> Exit:
-        return Exit.RUN_LOST
+    exit_code: ClassVar[Exit] = Exit.RUN_LOST
 
 
 class Unknown(_Verdict):
     """A probe that was needed could not answer; the run may be in any state."""
 
     state: Literal["unknown"] = "unknown"
-
-    @property
-    def exit_code(self) -> Exit:
-        return Exit.TEMPORARY
+    exit_code: ClassVar[Exit] = Exit.TEMPORARY
 
 
 Verdict = Annotated[

@@ -4,3 +4,11 @@ A probe is two things: a question that `dflash_ops.remote.probe` asks in the con
 turns the raw answer into a typed reading. Every reading has `answer`: yes, no, unknown (with a reason), and for the
 GPUs also none. A reading never decides about the run; `dflash_ops.verdict` does.
 """
+
+from pydantic import BaseModel, ConfigDict
+
+
+class Reading(BaseModel):
+    """What a probe found out."""
+
+    model_config = ConfigDict(frozen=True)

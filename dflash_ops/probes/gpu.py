@@ -14,6 +14,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, computed_field
 
+from dflash_ops.probes import Reading
 from dflash_ops.run import GpuRoles
 from dflash_ops.text import visible
 
@@ -115,22 +116,14 @@ class Device(BaseModel):
         return self.memory_used is not None and self.memory_used > _IDLE_MEMORY_MIB
 
 
-class _Reading(BaseModel):
-    model_config = ConfigDict(frozen=True)
-
-
-class GpuNone(_Reading):
+class GpuNone(Reading):
     """The container has no NVIDIA GPU."""
 
     kind: Literal["none"] = "none"
-
-    @computed_field  # type: ignore[prop-decorator]
-    @property
-    def answer(self) -> Literal["none"]:
-        return "none"
+    answer: Literal["none"] = "none"
 
 
-class GpuDevices(_Reading):
+class GpuDevices(Reading):
     """The GPUs that answered, in nvidia-smi's order."""
 
     kind: Literal["devices"] = "devices"
@@ -148,17 +141,13 @@ class GpuDevices(_Reading):
         return "unknown" if None in works or not works else "no"
 
 
-class GpuUnknown(_Reading):
+class GpuUnknown(Reading):
     """nvidia-smi gave no answer that can be read."""
 
     kind: Literal["unknown"] = "unknown"
     reason: str
     cure: str | None = None
-
-    @computed_field  # type: ignore[prop-decorator]
-    @property
-    def answer(self) -> Literal["unknown"]:
-        return "unknown"
+    answer: Literal["unknown"] = "unknown"
 
 
 GpuReading = Annotated[GpuNone | GpuDevices | GpuUnknown, Field(discriminator="kind")]

@@ -9,8 +9,9 @@ import re
 from collections.abc import Sequence
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, computed_field
+from pydantic import BaseModel, ConfigDict, Field
 
+from dflash_ops.probes import Reading
 from dflash_ops.text import visible
 
 
@@ -52,11 +53,7 @@ class Disk(BaseModel):
         return self.free < 1 << 20 or (self.inodes_total > 0 and self.inodes_free == 0)
 
 
-class _Reading(BaseModel):
-    model_config = ConfigDict(frozen=True)
-
-
-class _Present(_Reading):
+class _Present(Reading):
     size: int = Field(description="Bytes")
     inode: int
     age: float = Field(description="Seconds since the last byte, by the container's clock")
@@ -67,43 +64,27 @@ class LogFresh(_Present):
     """Something was written lately."""
 
     kind: Literal["fresh"] = "fresh"
-
-    @computed_field  # type: ignore[prop-decorator]
-    @property
-    def answer(self) -> Literal["yes"]:
-        return "yes"
+    answer: Literal["yes"] = "yes"
 
 
 class LogSilent(_Present):
     """Nothing was written for longer than a run of this pace needs."""
 
     kind: Literal["silent"] = "silent"
-
-    @computed_field  # type: ignore[prop-decorator]
-    @property
-    def answer(self) -> Literal["no"]:
-        return "no"
+    answer: Literal["no"] = "no"
 
 
-class LogGone(_Reading):
+class LogGone(Reading):
     """There is no log file: nothing was written yet, or somebody deleted it."""
 
     kind: Literal["gone"] = "gone"
-
-    @computed_field  # type: ignore[prop-decorator]
-    @property
-    def answer(self) -> Literal["no"]:
-        return "no"
+    answer: Literal["no"] = "no"
 
 
-class LogUnknown(_Reading):
+class LogUnknown(Reading):
     kind: Literal["unknown"] = "unknown"
     reason: str
-
-    @computed_field  # type: ignore[prop-decorator]
-    @property
-    def answer(self) -> Literal["unknown"]:
-        return "unknown"
+    answer: Literal["unknown"] = "unknown"
 
 
 LogReading = Annotated[LogFresh | LogSilent | LogGone | LogUnknown, Field(discriminator="kind")]

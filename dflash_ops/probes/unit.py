@@ -9,8 +9,9 @@ from __future__ import annotations
 import signal
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, computed_field
+from pydantic import BaseModel, ConfigDict, Field
 
+from dflash_ops.probes import Reading
 from dflash_ops.run import ExitRecord
 from dflash_ops.text import visible
 
@@ -48,11 +49,7 @@ class Ending(BaseModel):
         return how if plain else f"{self.result} ({how})"
 
 
-class _Reading(BaseModel):
-    model_config = ConfigDict(frozen=True)
-
-
-class _Alive(_Reading):
+class _Alive(Reading):
     sub_state: str
     invocation_id: str
     main_pid: int
@@ -61,11 +58,7 @@ class _Alive(_Reading):
     watchdog_age: float | None = Field(None, description="Seconds since the last WATCHDOG=1; None: no watchdog")
     memory: int | None = Field(None, description="Bytes charged to the unit")
     tasks: int | None = None
-
-    @computed_field  # type: ignore[prop-decorator]
-    @property
-    def answer(self) -> Literal["yes"]:
-        return "yes"
+    answer: Literal["yes"] = "yes"
 
 
 class UnitStarting(_Alive):
@@ -80,38 +73,26 @@ class UnitStopping(_Alive):
     kind: Literal["stopping"] = "stopping"
 
 
-class UnitEnded(_Reading):
+class UnitEnded(Reading):
     """systemd still knows the unit, and its process is gone."""
 
     kind: Literal["ended"] = "ended"
     invocation_id: str
     ending: Ending
-
-    @computed_field  # type: ignore[prop-decorator]
-    @property
-    def answer(self) -> Literal["no"]:
-        return "no"
+    answer: Literal["no"] = "no"
 
 
-class UnitAbsent(_Reading):
+class UnitAbsent(Reading):
     """systemd does not know the unit: it ended well, its container restarted, or it never was."""
 
     kind: Literal["absent"] = "absent"
-
-    @computed_field  # type: ignore[prop-decorator]
-    @property
-    def answer(self) -> Literal["no"]:
-        return "no"
+    answer: Literal["no"] = "no"
 
 
-class UnitUnknown(_Reading):
+class UnitUnknown(Reading):
     kind: Literal["unknown"] = "unknown"
     reason: str
-
-    @computed_field  # type: ignore[prop-decorator]
-    @property
-    def answer(self) -> Literal["unknown"]:
-        return "unknown"
+    answer: Literal["unknown"] = "unknown"
 
 
 UnitReading = Annotated[
