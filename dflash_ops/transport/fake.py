@@ -44,7 +44,7 @@ class FakeTransport:
         """See Transport.run."""
         if meanwhile is not None:
             meanwhile()
-        *events, last = list(self._answer(program, request, b"".join(payload or ())))
+        *events, last = self._answer(program, request, b"".join(payload or ()))
         return Reply(last.value, events)
 
     def stream(

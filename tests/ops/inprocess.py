@@ -8,15 +8,16 @@ import io
 import json
 import queue
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 from dflash_ops.remote.common import PeerGone, Refusal
-from dflash_ops.transport.base import ConnectionLost, Frame, Program, RemoteRefusal, Reply
+from dflash_ops.transport.base import ConnectionLost, Frame, Program, RemoteRefusal
+from dflash_ops.transport.fake import FakeTransport
 
 
-class InProcess:
+class InProcess(FakeTransport):
     """A transport that runs the real remote programs; the connection breaks after the given numbers of frames.
 
     `meanwhile[n]` happens before connection n; `polls` happen one by one while a program waits for more.
@@ -29,15 +30,13 @@ class InProcess:
         meanwhile: dict[int, Callable[[], None]] | None = None,
         polls: list[Callable[[], None]] | None = None,
     ) -> None:
+        super().__init__({})
         self.root = root
         self.cuts = list(cuts or [])
         self.meanwhile = meanwhile or {}
         self.polls = list(polls or [])
-        self.round_trips = 0
 
-    def stream(
-        self, program: Program, request: dict[str, Any], deadline_between_frames: float = 30.0
-    ) -> Iterator[Frame]:
+    def _answer(self, program: Program, request: dict[str, Any], payload: bytes) -> Iterator[Frame]:
         self.meanwhile.get(self.round_trips, lambda: None)()
         self.round_trips += 1
         channel = _Channel(self.cuts.pop(0) if self.cuts else None, self.polls)
@@ -67,22 +66,6 @@ class InProcess:
         finally:
             channel.closed.set()
             thread.join(30)
-
-    def run(
-        self,
-        program: Program,
-        request: dict[str, Any],
-        payload: Iterable[bytes] | None = None,
-        deadline: float = 60.0,
-        meanwhile: Callable[[], object] | None = None,
-    ) -> Reply:
-        if meanwhile is not None:
-            meanwhile()
-        *events, last = self.stream(program, request)
-        return Reply(last.value, events)
-
-    def close(self) -> None:
-        pass
 
 
 class _Channel:
