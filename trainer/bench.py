@@ -1,9 +1,10 @@
 """How fast are the pipeline and its parts, and is the hot path free of what it must be free of?
 
-`python -m trainer bench pipeline|threads|step|first-step`, each with `--help`. Targets have random weights and
+`python -m trainer bench pipeline|target|threads|step|first-step`, each with `--help`. Targets have random weights and
 documents random tokens: speed does not depend on either, and nothing has to be downloaded. Every benchmark prints a
 table and ends with one line of JSON.
 
+target      one target's pass: launched kernel by kernel, captured, and captured with compiled layers
 pipeline    target alone, drafter alone, both together; the ratio to the slower side, busy times, the wait for the GIL,
             and a profile of the hot path that counts host synchronisations
 threads     several drafters on one device: graphs against compiled code
@@ -87,7 +88,13 @@ def main(arguments: Sequence[str]) -> int:
     """Run one benchmark."""
     parser = argparse.ArgumentParser(prog="python -m trainer bench", description=__doc__.split("\n")[0])
     commands = parser.add_subparsers(dest="benchmark", required=True)
-    for name, run in (("pipeline", pipeline), ("threads", threads), ("step", step), ("first-step", first_step)):
+    for name, run in (
+        ("pipeline", pipeline),
+        ("target", target),
+        ("threads", threads),
+        ("step", step),
+        ("first-step", first_step),
+    ):
         command = commands.add_parser(name, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
         command.set_defaults(run=run)
         gpu = torch.cuda.is_available()
@@ -279,17 +286,22 @@ def table(title: str, rows: Sequence[tuple[Any, ...]], *columns: str) -> None:
 # ------------------------------------------------------------------------------------------------------------- pipeline
 
 
-def target_alone(options: argparse.Namespace, device: torch.device) -> float:
+def target_alone(
+    options: argparse.Namespace, device: torch.device, mode: Mode | None = None, *, compiles: bool = True
+) -> float:
     """Rows per second of one target on its own."""
     preset: Preset = options.shape
     target = load_target(preset, device)
     rows = rows_of(preset, 8, device)
 
     def work(stream: torch.cuda.Stream | None) -> float:
-        maker = FeatureMaker(target, row_source(preset, 8).shape)
-        with CompilePhase(options.mode) as phase:
+        maker = FeatureMaker(target, row_source(preset, 8).shape, compiles=compiles)
+        with CompilePhase(mode or options.mode) as phase:
             with phase.turn("target 0", device, stream, required=False) as turn:
                 maker.prepare(turn)
+            if (mode or options.mode) == "graph" and compiles:
+                report = phase.reports[0]
+                console.print(f"target: compiled {report.compiled}, {report.kernels} kernels, {report.note}")
             for prepared in rows[:3]:
                 maker.make(prepared.row)
             synchronise(device)
@@ -460,6 +472,31 @@ def pipeline(options: argparse.Namespace) -> dict[str, Any]:
             "",
         )
     return result
+
+
+# --------------------------------------------------------------------------------------------------------------- target
+
+
+def target(options: argparse.Namespace) -> dict[str, Any]:
+    """One target's passes: launched one by one, captured as they are, and captured with compiled layers."""
+    device = torch.device(options.device)
+    ways: list[tuple[str, Mode, bool]] = [("launched", "eager", False)]
+    if device.type == "cuda":
+        ways += [("captured", "graph", False), ("captured, compiled layers", "graph", True)]
+    found: dict[str, float] = {}
+    for name, mode, compiles in ways:
+        console.print(f"measuring {name}")
+        found[name] = target_alone(options, device, mode, compiles=compiles)
+    first = next(iter(found.values()))
+    table(
+        f"{options.preset}: a target's pass over rows of {options.shape.length} tokens",
+        [(name, rate, 1e3 / rate, rate / first) for name, rate in found.items()],
+        "",
+        "rows/s",
+        "ms/row",
+        "ratio",
+    )
+    return {"rows_per_second": found}
 
 
 # -------------------------------------------------------------------------------------------------------------- threads

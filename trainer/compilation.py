@@ -62,6 +62,7 @@ COMPILED_SOURCES = (
     "drafter/model.py",
     "objective.py",
     "step.py",
+    "target.py",
 )
 
 
@@ -426,6 +427,11 @@ class Turn:
     def runs_eagerly(self, reason: str) -> None:
         """Say that this worker neither compiles nor captures, and why; only before it has done so."""
         self.mode = "eager"
+        self._note = reason
+
+    def discard_compiled(self, reason: str) -> None:
+        """Say that what was compiled so far is not used after all, and why."""
+        self._compiled.clear()
         self._note = reason
 
     def report(self) -> CompileReport:

@@ -37,6 +37,10 @@ class TargetConfig(Section):
     attention: Literal["auto", "sdpa", "flash_attention_2", "eager"] = Field(
         "auto", description="Attention of the target; auto: the fastest that keeps packed documents apart"
     )
+    compile: bool = Field(
+        True,
+        description="In graph mode, compile the target's layers; false: capture the kernels they launch themselves",
+    )
     trust_remote_code: bool = Field(False, description="Let the target's repository run its own Python code")
 
 

@@ -17,8 +17,9 @@ from __future__ import annotations
 import inspect
 import logging
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -33,6 +34,8 @@ _log = logging.getLogger(__name__)
 
 VARLEN = "within_documents"
 """Name under which transformers finds `_varlen_attention`; one with "flash" in it would be taken for its own kernels"""
+
+TOLERATED_DISAGREEMENT = 0.05  # between two ways to compute the same in half precision; see `disagreement`
 
 # torch 2.11 takes fewer key heads than query heads without being told; later ones want to be told.
 _GROUPED: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
@@ -79,11 +82,16 @@ class TargetInputs:
         return cls(row.input_ids[None], row.position_ids[None], boundaries, longest)
 
     @classmethod
-    def blank(cls, shape: RowShape, device: torch.device) -> TargetInputs:
-        """Buffers for any row of a source, filled with nothing but padding."""
-        tokens = torch.zeros(1, shape.tokens, dtype=torch.int64, device=device)
+    def trial(cls, shape: RowShape, vocab_size: int, device: torch.device) -> TargetInputs:
+        """Buffers for any row of a source, filled with made-up documents of the longest length."""
+        places = torch.arange(shape.tokens, device=device)
         starts = torch.arange(_pieces(shape) + 1, device=device) * shape.longest
-        return cls(tokens, tokens.clone(), starts.clamp_(max=shape.tokens).to(torch.int32), shape.longest)
+        return cls(
+            _probe_tokens(vocab_size, shape.tokens).to(device)[None],
+            (places % shape.longest)[None],
+            starts.clamp_(max=shape.tokens).to(torch.int32),
+            shape.longest,
+        )
 
     def copy_(self, other: TargetInputs) -> None:
         """Take over another row of the same shape, without waiting for the device."""
@@ -150,6 +158,7 @@ class Target:
         """[V, H] on the target's device"""
         self.head: Tensor = self.embedding if tied else output.weight.detach().to("cpu")
         """[V, H]; the embedding where they are tied, else left on the CPU: only drafters use it"""
+        self._layers = [(layer, layer.forward) for layer in layers]
         self._taps: dict[int, Tensor] = {}
         for number in set(self.layer_ids):
             layers[number].register_forward_hook(self._tap(number))
@@ -208,6 +217,16 @@ class Target:
                 if last_hidden is not None and last is not None:
                     last_hidden[start:end] = last[number, : end - start]
         return Features(hidden, last_hidden)
+
+    def run_layers_by(self, call: Callable[..., Any] | None) -> None:
+        """Run each decoder layer by `call(layer, *args, **kwargs)`, say a compiled `decoder_layer`; None: by itself."""
+        for layer, own in self._layers:
+            layer.forward = partial(call, layer) if call is not None else own
+
+    @property
+    def has_plain_layers(self) -> bool:
+        """Whether `decoder_layer` is what its layers compute: nobody has put another forward in place of the class's"""
+        return all(getattr(own, "__func__", None) is type(layer).forward for layer, own in self._layers)
 
     def _tap(self, number: int) -> Any:
         def hook(_module: nn.Module, _arguments: Any, output: Tensor | tuple[Tensor, ...]) -> None:
@@ -294,9 +313,7 @@ class Target:
             with torch.no_grad():
                 alone, _ = self._run(self._unpacked(inputs.input_ids[:, first:]))
             self._decoder.set_attn_implementation(VARLEN)
-            right = alone[0].float()
-            errors = (states[0, first:].detach().float() - right).norm(dim=-1) / right.norm(dim=-1)
-            if float(errors.median()) > 0.05:
+            if not disagreement(states[0, first:].detach(), alone[0]) <= TOLERATED_DISAGREEMENT:  # nor not a number
                 _log.warning("variable-length attention disagrees with the target's own attention and is not used")
                 return False
         return True
@@ -317,6 +334,18 @@ class Target:
             torch.cuda.set_sync_debug_mode(before)
             self._taps.clear()
         return True
+
+
+def decoder_layer(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """What a decoder layer computes. Layers of one kind compile to one graph, their weights being its inputs."""
+    return type(layer).forward(layer, *args, **kwargs)
+
+
+def disagreement(mine: Tensor, right: Tensor) -> float:
+    """How far one [S, D] is from another, as a share of its norm: the median over tokens, since the router of a mixture
+    of experts may send single tokens elsewhere after rounding. Waits for the device."""
+    right = right.float()
+    return float(((mine.float() - right).norm(dim=-1) / right.norm(dim=-1)).median())
 
 
 def load_model(config: TargetConfig, device: torch.device | str) -> Any:

@@ -1,15 +1,15 @@
-"""How is the compile cache filled before a run needs it? By compiling a run's step on each of its devices.
+"""How is the compile cache filled before a run needs it? By compiling, on each device, what a run compiles there.
 
-`python -m trainer warmup CONFIG [--devices cuda:0 ...]` needs the target's configuration and tokenizer, but not its
-weights, which compiled code does not depend on. A run of the same configuration then starts with cache hits alone.
+`python -m trainer warmup CONFIG [--devices cuda:0 ...]` reads what the run will read: the target, and the data, whose
+longest document decides how the target's attention is launched. A run of the same configuration then starts with cache
+hits alone.
 """
 
 from __future__ import annotations
 
 import argparse
 import logging
-import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -17,32 +17,49 @@ import torch
 
 from trainer.compilation import CompilationError, CompileCache, CompilePhase, CompileReport
 from trainer.config import RunConfig, load
+from trainer.data.rows import RowShape
 from trainer.drafter.config import DrafterConfig
+from trainer.pipeline.features import FeatureMaker
 from trainer.pipeline.threads import in_worker_thread
 from trainer.step import DrafterStep
+from trainer.target import Target
 
 logger = logging.getLogger(__name__)
 
 
 def main(arguments: Sequence[str]) -> int:
     """Fill the cache of a configuration."""
+    from trainer.data.dataset import open_rows
     from trainer.run import load_target_config
     from trainer.target import load_tokenizer
 
     parser = argparse.ArgumentParser(prog="python -m trainer warmup", description=__doc__.split("\n")[0])
     parser.add_argument("config", type=Path, help="the run's YAML file")
-    parser.add_argument("--devices", nargs="+", metavar="DEVICE", help="default: pipeline.drafters of the file")
+    parser.add_argument(
+        "--devices", nargs="+", metavar="DEVICE", help="drafters' devices; default: pipeline.drafters of the file"
+    )
     parser.add_argument("--set", nargs="+", action="extend", default=[], metavar="KEY=VALUE", help="change fields")
     options = parser.parse_args(arguments)
     config = load(options.config, options.set)
     tokenizer = load_tokenizer(config.target)
     drafter = DrafterConfig.from_section(config.drafter, load_target_config(config.target), tokenizer)
-    warm_up(config, drafter, options.devices or config.pipeline.drafters)
+    shape = open_rows(config.data, config.target).shape
+    warm_up(config, drafter, shape, options.devices or config.pipeline.drafters)
     return 0
 
 
-def warm_up(config: RunConfig, drafter_config: DrafterConfig, devices: Sequence[str]) -> list[CompileReport]:
-    """Compile on each device once, into the cache that a run of `config` will use.
+def warm_up(
+    config: RunConfig,
+    drafter_config: DrafterConfig,
+    shape: RowShape,
+    devices: Sequence[str],
+    load_target: Callable[[torch.device], Target] | None = None,
+) -> list[CompileReport]:
+    """Compile on each device once, into the cache that a run of `config` over rows of `shape` will use.
+
+    Args:
+        devices: where drafters will run; targets are compiled where `config` has them.
+        load_target: for another target than that of `config`, as in `Pipeline`.
 
     Raises:
         CompilationError: no cache folder is set, or the step does not compile.
@@ -52,22 +69,38 @@ def warm_up(config: RunConfig, drafter_config: DrafterConfig, devices: Sequence[
     if cache is None:
         raise CompilationError("no compile cache to fill: set pipeline.compile_cache or $DFLASH_COMPILE_CACHE")
     cache.activate()
+    load = load_target or partial(Target.load, config.target, drafter_config.target_layer_ids)
     with CompilePhase(config.pipeline.mode) as phase:
+        for number, device in enumerate(dict.fromkeys(torch.device(name) for name in config.pipeline.targets)):
+            if device.type == "cuda" and config.pipeline.mode == "graph":
+                maker = FeatureMaker(load(device), shape, compiles=config.target.compile)
+                in_worker_thread(device, partial(_compile_target, phase, f"target {number}", device, maker))
+                _log(phase.reports[-1])
         for number, device in enumerate(places):
-            start = time.monotonic()
             in_worker_thread(device, partial(_compile, phase, f"drafter {number}", device, config, drafter_config))
-            report = phase.reports[-1]
-            logger.info(
-                "%s: %d kernels, %d cache hits, %d misses, %.1f s",
-                device,
-                report.kernels,
-                report.cache_hits,
-                report.cache_misses,
-                time.monotonic() - start,
-            )
+            _log(phase.reports[-1])
         phase.require_compiled()
     logger.info("compile cache %s: %.1f MB", cache.directory, cache.size() / 1e6)
     return phase.reports
+
+
+def _log(report: CompileReport) -> None:
+    logger.info(
+        "%s on %s: %d kernels, %d cache hits, %d misses, %.1f s",
+        report.worker,
+        report.device,
+        report.kernels,
+        report.cache_hits,
+        report.cache_misses,
+        report.seconds,
+    )
+
+
+def _compile_target(
+    phase: CompilePhase, worker: str, device: torch.device, maker: FeatureMaker, stream: torch.cuda.Stream | None
+) -> None:
+    with phase.turn(worker, device, stream, required=False) as turn:
+        maker.prepare(turn)
 
 
 def _compile(

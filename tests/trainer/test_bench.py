@@ -25,6 +25,10 @@ def test_the_pipeline_is_measured_beside_each_of_its_sides(capsys: pytest.Captur
     assert found["gil_wait_us"]["pipeline"]["p99"] >= 0
 
 
+def test_a_target_s_pass_is_measured_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(capsys, "target", "--steps", "2")["rows_per_second"]["launched"] > 0
+
+
 def test_threads_on_one_device_are_measured_against_one(capsys: pytest.CaptureFixture[str]) -> None:
     found = run(capsys, "threads", "--steps", "2", "--threads", "2")
     assert found["eager_1_rows_per_second"] > 0

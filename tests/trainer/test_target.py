@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch._dynamo.testing import CompileCounter
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedConfig
 
+from trainer.compilation import Turn
 from trainer.config import DrafterSection, TargetConfig
 from trainer.data import Documents, Row, RowShape, RowSource
 from trainer.drafter.config import DrafterConfig
-from trainer.target import Target, TargetError, TargetInputs, load_model
+from trainer.pipeline.features import FeatureMaker
+from trainer.target import Target, TargetError, TargetInputs, decoder_layer, load_model
 
 VOCAB, HIDDEN = 97, 64
 COMMON: dict[str, Any] = {
@@ -306,11 +310,111 @@ def test_boundaries_hold_documents_then_padding_in_pieces_no_longer_than_a_docum
     fixed = TargetInputs.of(row, RowShape(tokens=128, anchors=16, documents=7, longest=40))
     assert fixed.boundaries.tolist() == [*starts, 94] + [128] * (7 + 4 + 1 - 6)
     assert fixed.boundaries.dtype == torch.int32
-    blank = TargetInputs.blank(RowShape(tokens=128, anchors=16, documents=7, longest=40), torch.device("cpu"))
-    assert blank.boundaries.tolist() == [0, 40, 80, 120] + [128] * 8
-    blank.copy_(fixed)
-    assert torch.equal(blank.input_ids, row.input_ids[None])
-    assert torch.equal(blank.boundaries, fixed.boundaries)
+    trial = TargetInputs.trial(RowShape(tokens=128, anchors=16, documents=7, longest=40), VOCAB, torch.device("cpu"))
+    assert trial.boundaries.tolist() == [0, 40, 80, 120] + [128] * 8
+    assert trial.position_ids[0, [0, 39, 40, 119, 127]].tolist() == [0, 39, 0, 39, 7]
+    trial.copy_(fixed)
+    assert torch.equal(trial.input_ids, row.input_ids[None])
+    assert torch.equal(trial.boundaries, fixed.boundaries)
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES.keys() - ONE_BY_ONE - {"gpt_oss"}))
+def test_layers_of_one_kind_compile_to_one_graph_and_compute_the_same(family: str, row: Row) -> None:
+    torch.compiler.reset()
+    target = Target(build(config_of(family)), TAPS, "cpu")
+    assert target.packed
+    assert target.has_plain_layers
+    expected = target.features(row).hidden
+    graphs = CompileCounter()
+    target.run_layers_by(torch.compile(decoder_layer, fullgraph=True, dynamic=False, backend=graphs))
+    assert torch.equal(target.features(row).hidden, expected)
+    # Gemma 4 has a width of its own for full attention and hands its first keys to later layers.
+    assert graphs.frame_count == (1 if family != "gemma4_text" else 3)
+    target.run_layers_by(None)
+    before = graphs.op_count
+    assert torch.equal(target.features(row).hidden, expected)
+    assert graphs.op_count == before
+
+
+def graph_turn(backend: str) -> Turn:
+    """A turn of graph mode on a CPU: what it captures is called instead of replayed."""
+    turn = Turn("target 0", torch.device("cpu"), None, "compiled")
+    turn.mode = "graph"
+    turn.compile = partial(turn.compile, backend=backend)  # type: ignore[method-assign]
+    turn.capture = lambda name, function: function  # type: ignore[method-assign]
+    return turn
+
+
+@pytest.fixture
+def rows() -> RowSource:
+    documents = [([3 + (7 * n * n + d) % 90 for n in range(30 + d)], [True] * (30 + d)) for d in range(12)]
+    return RowSource(Documents.from_lists(documents), sequence_length=128, anchors_per_row=16, epochs=1, seed=0)
+
+
+def test_a_captured_target_runs_compiled_layers(rows: RowSource) -> None:
+    torch.compiler.reset()
+    target = Target(build(config_of("qwen3")), TAPS, "cpu")
+    target.capturable = True
+    expected = [target.features(rows.row(number)).hidden for number in range(3)]
+    maker = FeatureMaker(target, rows.shape)
+    turn = graph_turn("aot_eager")
+    maker.prepare(turn)
+    report = turn.report()
+    assert (report.mode, report.compiled, report.graphs, report.recompiles, report.note) == ("graph", True, 1, 0, "")
+    for number, right in enumerate(expected):
+        torch.testing.assert_close(maker.make(rows.row(number)).hidden, right)
+
+
+class Unsupported(Exception):
+    pass
+
+
+def refuse(*_: Any) -> Any:
+    raise Unsupported("no such kernel\nmore")
+
+
+def spoil(graph: torch.fx.GraphModule, _: Any) -> Any:
+    return lambda *inputs: [output * float("nan") for output in graph(*inputs)]
+
+
+def other(graph: torch.fx.GraphModule, _: Any) -> Any:
+    return lambda *inputs: [output * 1.1 for output in graph(*inputs)]
+
+
+@pytest.mark.parametrize(
+    ("backend", "fault"),
+    [(refuse, "no such kernel"), (spoil, "compiled, they differ by nan%"), (other, "compiled, they differ by 2")],
+)
+def test_layers_that_do_not_compile_or_compute_something_else_run_as_they_are(
+    backend: Any, fault: str, rows: RowSource
+) -> None:
+    torch.compiler.reset()
+    target = Target(build(config_of("qwen3")), TAPS, "cpu")
+    target.capturable = True
+    expected = target.features(rows.row(0)).hidden
+    maker = FeatureMaker(target, rows.shape)
+    turn = graph_turn(backend)
+    maker.prepare(turn)
+    report = turn.report()
+    assert (report.mode, report.compiled) == ("graph", False)
+    assert fault in report.note
+    assert "\n" not in report.note
+    torch.testing.assert_close(maker.make(rows.row(0)).hidden, expected)
+
+
+def test_layers_that_another_library_has_wrapped_are_left_alone(rows: RowSource) -> None:
+    model = build(config_of("qwen3"))
+    layer = model.model.layers[0]
+    own = layer.forward
+    layer.forward = lambda *args, **kwargs: own(*args, **kwargs) * 2.0
+    target = Target(model, TAPS, "cpu")
+    target.capturable = True
+    expected = target.features(rows.row(0)).hidden
+    maker = FeatureMaker(target, rows.shape)
+    turn = graph_turn("aot_eager")
+    maker.prepare(turn)
+    assert "another library has wrapped them" in turn.report().note
+    torch.testing.assert_close(maker.make(rows.row(0)).hidden, expected)
 
 
 def test_layers_that_do_not_exist_are_refused_by_name() -> None:

@@ -1,30 +1,46 @@
-"""How does a target make one row's features after the other? By a captured graph where it can, eagerly elsewhere."""
+"""How does a target make one row's features after the other?
+
+In graph mode, where its attention allows it, by a captured graph over compiled layers; elsewhere eagerly. The layers of
+one kind share one compiled function, so that compiling takes no longer for a deep target than for a flat one. A target
+whose layers don't compile, or then compute something else, keeps its own kernels: the graph launches them as fast, but
+they move more memory.
+"""
 
 from __future__ import annotations
 
+import logging
+
 from trainer.compilation import Turn
 from trainer.data.rows import Row, RowShape
-from trainer.target import Features, Target, TargetInputs
+from trainer.target import TOLERATED_DISAGREEMENT, Features, Target, TargetInputs, decoder_layer, disagreement
+
+log = logging.getLogger(__name__)
 
 
 class FeatureMaker:
     """A target over rows of one shape. Used by one thread, under that thread's stream."""
 
-    def __init__(self, target: Target, shape: RowShape) -> None:
+    def __init__(self, target: Target, shape: RowShape, *, compiles: bool = True) -> None:
+        """With `compiles`, graph mode compiles the target's layers."""
         self.target = target
-        self._shape = shape
+        self._shape, self._compiles = shape, compiles
         self._inputs: TargetInputs | None = None
         self._captured: Features
         self._replay = self._forward
 
     def prepare(self, turn: Turn) -> None:
-        """Capture the forward pass in graph mode, if the target's attention allows it. Targets are never compiled."""
+        """Compile the layers and capture the forward pass, in graph mode, if the target's attention allows it."""
         if turn.mode != "graph" or not self.target.capturable:
-            turn.runs_eagerly("a target is not compiled" if turn.mode != "graph" else "its attention is not capturable")
+            reason = "its attention is not capturable" if turn.mode == "graph" else "targets compile in graph mode only"
+            turn.runs_eagerly(reason)
             return
-        self._inputs = TargetInputs.blank(self._shape, self.target.device)
-        for _ in range(2):
-            self._forward()
+        self._inputs = TargetInputs.trial(self._shape, self.target.vocab_size, self.target.device)
+        self._forward()
+        if self._compiles:
+            self._compile(turn)
+        else:
+            turn.discard_compiled("target.compile is false")
+        self._forward()
         self._replay = turn.capture("forward", self._forward)
 
     def make(self, row: Row) -> Features:
@@ -38,3 +54,23 @@ class FeatureMaker:
     def _forward(self) -> None:
         assert self._inputs is not None
         self._captured = self.target.forward(self._inputs)
+
+    def _compile(self, turn: Turn) -> None:
+        """Put compiled layers in place; take them out again unless the features are the same as without them."""
+        if not self.target.has_plain_layers:
+            turn.discard_compiled("its layers run uncompiled: another library has wrapped them")
+            return
+        expected = self._captured.hidden
+        self.target.run_layers_by(turn.compile(decoder_layer))
+        try:
+            self._forward()
+            difference = disagreement(self._captured.hidden, expected)
+            fault = None if difference <= TOLERATED_DISAGREEMENT else f"compiled, they differ by {difference:.0%}"
+        except Exception as error:  # Dynamo, Inductor and Triton raise what they like
+            # The first line of a compiler's error says whose it is, the second what happened.
+            fault = f"{type(error).__name__}: {' '.join(str(error).splitlines()[:2])}"
+        if fault is not None:
+            log.warning("the target's layers run uncompiled: %s", fault)
+            self.target.run_layers_by(None)
+            turn.discard_compiled(f"its layers run uncompiled: {fault}")
+            self._forward()

@@ -190,7 +190,7 @@ class TargetWorker(Worker):
 
     def __init__(self, number: int, shared: Shared, target: Target, shape: RowShape) -> None:
         super().__init__(f"target {number}", shared, target.device)
-        self._maker = FeatureMaker(target, shape)
+        self._maker = FeatureMaker(target, shape, compiles=shared.config.target.compile)
         self._copies: torch.cuda.Stream | None = None
 
     def prepare(self) -> None:

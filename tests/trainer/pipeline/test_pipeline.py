@@ -265,7 +265,7 @@ def test_a_compiled_run_equals_an_eager_one_and_starts_from_a_warmed_cache(tmp_p
 
     section = {"mode": "compiled", "require_compiled": True, "compile_cache": tmp_path}
     config = tiny.run_config(drafters=2, pipeline=section)
-    warmed = warm_up(config, tiny.drafter_config(), ["cpu"])
+    warmed = warm_up(config, tiny.drafter_config(), tiny.row_source(config).shape, ["cpu"])
     assert warmed[0].cache_misses > 0
     torch._dynamo.reset()
     compiled, _ = tiny.train(config)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +47,7 @@ def drafter_config() -> DrafterConfig:
         num_hidden_layers=1,
         num_attention_heads=4,
         num_key_value_heads=2,
-        head_dim=8,
+        head_dim=16,  # the least that flex_attention takes on a GPU
         vocab_size=VOCABULARY,
         num_target_layers=LAYERS,
         target_layer_ids=(0, 1),
@@ -89,12 +90,13 @@ def load_target(device: torch.device, last_hidden: bool = False) -> Target:
         num_hidden_layers=LAYERS,
         num_attention_heads=4,
         num_key_value_heads=2,
+        head_dim=16,
         max_position_embeddings=128,
         initializer_range=0.2,
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        model = LlamaForCausalLM(config)
+        model = LlamaForCausalLM(config).to(torch.bfloat16 if device.type == "cuda" else torch.float32)
     return Target(model, drafter_config().target_layer_ids, device, last_hidden=last_hidden)
 
 
@@ -127,7 +129,11 @@ class Recorder:
 
 
 def train(
-    config: RunConfig, recorder: Recorder | None = None, start: TrainState | None = None, **hooks: Any
+    config: RunConfig,
+    recorder: Recorder | None = None,
+    start: TrainState | None = None,
+    load_target: Callable[..., Target] = load_target,
+    **hooks: Any,
 ) -> tuple[Recorder, Outcome]:
     recorder = recorder or Recorder()
     distils = config.objective.distillation != "none"
@@ -142,7 +148,7 @@ def train(
     return recorder, pipeline.run()
 
 
-def losses_of_this_process(drafters: int, steps: int, path: Path) -> None:
+def losses_of_this_process(drafters: int, steps: int, path: Path, **pipeline: Any) -> None:
     """Train as one of several processes, told apart by torchrun's environment variables; write the losses."""
-    recorder, _ = train(run_config(drafters=drafters, optimizer={"max_steps": steps}))
+    recorder, _ = train(run_config(drafters=drafters, optimizer={"max_steps": steps}, pipeline=pipeline))
     path.write_text("\n".join(loss.hex() for loss in recorder.losses))
