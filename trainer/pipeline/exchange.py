@@ -12,14 +12,14 @@ sums that two processes with one drafter each do.
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import threading
-import time
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any, Protocol
+from types import TracebackType
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -27,24 +27,25 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import PrefixStore, ProcessGroupGloo
 from torch.distributed.rendezvous import rendezvous
 
+from trainer.pipeline.peers import Peers
 from trainer.pipeline.queues import Closed
 
-TIMEOUT = timedelta(minutes=10)  # of a collective; a peer that dies is noticed at once, this is for one that hangs
-LEAVE_SECONDS = 10.0
-_FAILURE_KEY, _DONE_KEY = "dflash/failure", "dflash/done"
+TIMEOUT = timedelta(minutes=10)  # of meeting and of a collective; a peer that dies is noticed at once, see `Peers`
+
+
+T = TypeVar("T")
 
 
 class ExchangeError(RuntimeError):
     """Drafters of different processes could not find or reach each other."""
 
 
-class PeerError(RuntimeError):
-    """Another process of the run failed."""
-
-
 @dataclass(frozen=True)
 class Group:
-    """All drafters of the run, and which of them live in this process."""
+    """All drafters of the run, and which of them live in this process.
+
+    As a context manager it tells the other processes how this one ended.
+    """
 
     store: Any  # torch.distributed.Store
     process: int
@@ -53,6 +54,7 @@ class Group:
     drafters: int  # of all processes
     first_rank: int
     ranks: int  # devices with a drafter, of all processes
+    peers: Peers = field(default_factory=Peers)
 
     @classmethod
     def join(cls, local: list[torch.device], agreed: Mapping[str, Any]) -> Group:
@@ -70,11 +72,8 @@ class Group:
             return cls(HashStore(), 0, 1, 0, len(local), 0, len(_shared(local)))
         mine = {"drafters": len(local), "ranks": len(_shared(local)), "agreed": dict(agreed)}
         try:
-            # Knows whether torchrun's agent already serves the store or process 0 has to.
-            store, process, processes = next(rendezvous("env://", timeout=TIMEOUT))
-            store.set(f"dflash/process/{process}", json.dumps(mine))
-            everyone = [json.loads(store.get(f"dflash/process/{other}")) for other in range(processes)]
-        except (ValueError, RuntimeError) as error:
+            store, process, processes, peers, everyone = _in_a_thread(lambda: _meet_the_others(mine))
+        except (ValueError, RuntimeError, OSError) as error:
             raise ExchangeError(
                 f"process {os.environ.get('RANK')} of {os.environ.get('WORLD_SIZE')} could not meet the others at "
                 f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}: {error}"
@@ -88,38 +87,27 @@ class Group:
             sum(other["drafters"] for other in everyone),
             sum(other["ranks"] for other in before),
             sum(other["ranks"] for other in everyone),
+            peers,
         )
         if difference := _difference([other["agreed"] for other in everyone]):
-            group.leave()  # the server of the store stays until all have read it
+            peers.leave()  # all others find the same
             raise ExchangeError(difference)
         return group
 
-    def report_failure(self, text: str) -> None:
-        """Tell the other processes that this one is going down, and why."""
-        if self.processes > 1:
-            self.store.set(_FAILURE_KEY, f"process {self.process}: {text}"[:2000])
+    def __enter__(self) -> Group:
+        return self
 
-    def reported_failure(self) -> str | None:
-        """What brought another process down, if one said so."""
-        if self.processes > 1 and self.store.check([_FAILURE_KEY]):
-            return str(self.store.get(_FAILURE_KEY).decode())
-        return None
-
-    def leave(self) -> None:
-        """Say that this process is done. Process 0, which may serve the store, waits a while for the others."""
-        if self.processes == 1:
-            return
-        with contextlib.suppress(RuntimeError):  # the others are gone already
-            done = self.store.add(_DONE_KEY, 1)
-            deadline = time.monotonic() + LEAVE_SECONDS
-            while self.process == 0 and done < self.processes and time.monotonic() < deadline:
-                time.sleep(0.05)
-                done = self.store.add(_DONE_KEY, 0)
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        if error is not None:
+            self.peers.tell_failure("main", error)
+            self.peers.close()
+        else:
+            self.peers.leave()
 
     def exchanges(self, local: list[torch.device]) -> list[Exchange]:
         """One exchange for each drafter of this process, in their order; see `Exchange.connect`."""
         shared = _shared(local)
-        meeting = threading.Barrier(len(shared))
+        meeting = Meeting(len(shared))
         result: list[Exchange | None] = [None] * len(local)
         for number, members in enumerate(shared):
             among_devices: Exchange = Alone()
@@ -132,6 +120,27 @@ class Group:
                 for place, member in enumerate(members):
                     result[member] = SharedDevice(room, place, among_devices if place == 0 else Alone())
         return [exchange for exchange in result if exchange is not None]
+
+
+def _meet_the_others(mine: dict[str, Any]) -> tuple[Any, int, int, Peers, list[dict[str, Any]]]:
+    """The store, this process's number and the number of all, its peers, and what each of them says of itself."""
+    # Knows whether torchrun's agent already serves the store or process 0 has to.
+    store, process, processes = next(rendezvous("env://", timeout=TIMEOUT))
+    return store, process, processes, *Peers.meet(store, process, processes, mine, TIMEOUT)
+
+
+def _in_a_thread(work: Callable[[], T]) -> T:
+    """What `work` returns or raises. The caller can be interrupted by signals, which torch's waiting can't."""
+    result: Future[T] = Future()
+
+    def body() -> None:
+        try:
+            result.set_result(work())
+        except BaseException as error:
+            result.set_exception(error)
+
+    threading.Thread(target=body, name="meeting", daemon=True).start()
+    return result.result()
 
 
 def _difference(agreed: list[dict[str, Any]]) -> str | None:
@@ -161,13 +170,14 @@ class Exchange(Protocol):
     """One drafter's part in the exchange. All drafters must make the same calls in the same order."""
 
     def connect(self) -> None:
-        """Join the group, in the worker's thread; returns when all have."""
+        """Join the group, in the worker's thread; returns when all have. Raises as `add_up` does."""
 
     def add_up(self, buffer: Tensor) -> None:
         """Replace the buffer by the sum over all drafters; on CUDA enqueued on the current stream.
 
         Raises:
             Closed: another worker of this process failed.
+            ExchangeError: another process is gone.
         """
 
     def abort(self) -> None:
@@ -189,10 +199,46 @@ class Alone:
     def close(self) -> None: ...
 
 
+class Meeting:
+    """Where threads wait for each other, again and again. All go on from a meeting or none does: one who went on alone
+    would wait inside a collective that the others have given up.
+    """
+
+    def __init__(self, members: int) -> None:
+        self._members = members
+        self._arrived = self._met = 0  # in this meeting; meetings that came about
+        self._aborted = False
+        self._changed = threading.Condition()
+
+    def wait(self) -> None:
+        """Wait for all.
+
+        Raises:
+            Closed: the meeting was aborted before all had come.
+        """
+        with self._changed:
+            if self._aborted:
+                raise Closed
+            number = self._met
+            self._arrived += 1
+            if self._arrived == self._members:
+                self._arrived, self._met = 0, number + 1
+                self._changed.notify_all()
+            self._changed.wait_for(lambda: self._met > number or self._aborted)
+            if self._met == number:
+                raise Closed
+
+    def abort(self) -> None:
+        """Let no meeting come about from now on; wakes everyone."""
+        with self._changed:
+            self._aborted = True
+            self._changed.notify_all()
+
+
 class Collective:
     """A rank of a gloo or NCCL group."""
 
-    def __init__(self, group: Group, rank: int, device: torch.device, meeting: threading.Barrier) -> None:
+    def __init__(self, group: Group, rank: int, device: torch.device, meeting: Meeting) -> None:
         self._group, self._rank, self._device = group, rank, device
         # Ranks of this process meet before each collective: a failure among them then ends a wait that can be broken,
         # not one inside the library.
@@ -206,14 +252,17 @@ class Collective:
 
             options = ProcessGroupNCCL.Options()
             options._timeout = TIMEOUT
-            self._ranks = ProcessGroupNCCL(store, self._rank, self._group.ranks, options)
+            with _reaching_the_others():
+                self._ranks = ProcessGroupNCCL(store, self._rank, self._group.ranks, options)
         else:
-            self._ranks = ProcessGroupGloo(store, self._rank, self._group.ranks, TIMEOUT)
+            with _reaching_the_others():
+                self._ranks = ProcessGroupGloo(store, self._rank, self._group.ranks, TIMEOUT)
         self.add_up(torch.zeros(1, device=self._device))  # NCCL connects at the first collective
 
     def add_up(self, buffer: Tensor) -> None:
-        _meet(self._meeting)
-        self._ranks.allreduce([buffer]).wait()
+        self._meeting.wait()
+        with _reaching_the_others():
+            self._ranks.allreduce([buffer]).wait()
 
     def abort(self) -> None:
         self._meeting.abort()
@@ -224,11 +273,19 @@ class Collective:
             self._ranks = None
 
 
+@contextlib.contextmanager
+def _reaching_the_others() -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:
+        raise ExchangeError(f"the other drafters can't be reached: {error}") from error
+
+
 class _Room:
     """Where the drafters of one device meet."""
 
     def __init__(self, members: int) -> None:
-        self.meeting = threading.Barrier(members)
+        self.meeting = Meeting(members)
         self.buffers: list[Tensor | None] = [None] * members
         self.events: list[torch.cuda.Event | None] = [None] * members
 
@@ -246,7 +303,7 @@ class SharedDevice:
         room, first = self._room, self._place == 0
         room.buffers[self._place] = buffer
         self._mark()
-        _meet(room.meeting)
+        room.meeting.wait()
         if first:
             for place in range(1, len(room.buffers)):
                 self._after(place)
@@ -255,14 +312,14 @@ class SharedDevice:
                 buffer.add_(other)
             self._outside.add_up(buffer)
             self._mark()
-        _meet(room.meeting)
+        room.meeting.wait()
         if not first:
             self._after(0)
             total = room.buffers[0]
             assert total is not None
             buffer.copy_(total)
             self._mark()
-        _meet(room.meeting)
+        room.meeting.wait()
         if first:  # its buffer must not change before the others have read it
             for place in range(1, len(room.buffers)):
                 self._after(place)
@@ -285,10 +342,3 @@ class SharedDevice:
         event = self._room.events[place]
         if event is not None:
             torch.cuda.current_stream().wait_event(event)
-
-
-def _meet(barrier: threading.Barrier) -> None:
-    try:
-        barrier.wait()
-    except threading.BrokenBarrierError as error:
-        raise Closed from error

@@ -26,7 +26,8 @@ from trainer.config import RunConfig
 from trainer.data.rows import RowSource
 from trainer.drafter.config import DrafterConfig
 from trainer.drafter.model import fresh_weights
-from trainer.pipeline.exchange import Group, PeerError
+from trainer.pipeline.exchange import ExchangeError, Group
+from trainer.pipeline.peers import PeerError
 from trainer.pipeline.plan import Plan, describe, total_steps
 from trainer.pipeline.queues import Ring
 from trainer.pipeline.types import Hooks, Outcome, PipelineConfigError, PipelineError, TrainState
@@ -44,8 +45,7 @@ from trainer.target import Target
 log = logging.getLogger(__name__)
 
 POLL_SECONDS = 0.1  # how fast a wish of the caller is seen
-PEER_POLL_SECONDS = 1.0  # how fast another process's failure is seen
-COLLECTIVE_SECONDS = 2.0  # for a collective to say what a lost store means
+WORD_SECONDS = 2.0  # for the word that explains why drafters of other processes can't be reached
 END_SECONDS = 5.0  # for workers to end after a failure; a thread that hangs in a driver is left behind
 SAVE_SECONDS = 60.0  # for writing a failed run's last checkpoint, and for one that is being written
 
@@ -73,8 +73,6 @@ class Pipeline:
         self._config, self._drafter_config, self._source = config, drafter_config, source
         self._hooks, self._start = hooks, start
         self._load_target = load_target or self._load_configured_target
-        self._polled_peers = 0.0
-        self._store_lost = False
 
     def _load_configured_target(self, device: torch.device) -> Target:
         distils = self._config.objective.distillation != "none"
@@ -95,7 +93,11 @@ class Pipeline:
             raise PipelineConfigError("pipeline.targets and pipeline.drafters need at least one device each")
         if len({device.type for device in (*target_devices, *drafter_devices)}) > 1:
             raise PipelineConfigError("pipeline.targets and pipeline.drafters mix CPUs and CUDA GPUs: use one kind")
-        group = Group.join(drafter_devices, self._agreed())
+        with Group.join(drafter_devices, self._agreed()) as group:
+            return self._run(group, target_devices, drafter_devices)
+
+    def _run(self, group: Group, target_devices: list[torch.device], drafter_devices: list[torch.device]) -> Outcome:
+        config = self._config
         plan = self._plan(group, len(drafter_devices))
         cache = CompileCache.of_run(config, self._drafter_config, drafter_devices[0])
         if cache is not None:
@@ -128,7 +130,6 @@ class Pipeline:
             for worker in workers:
                 worker.join()
             self._pass_on_reports(shared)
-            group.leave()
             drafter = next(worker for worker in workers if isinstance(worker, DrafterWorker))
             total = self._statistics.total()
             log.info("%s", describe(total))
@@ -267,33 +268,28 @@ class Pipeline:
                 self._hooks.on_step(shared.reports.get_nowait())
 
     def _look_at_peers(self, shared: Shared, group: Group) -> None:
-        if group.processes == 1 or time.monotonic() < self._polled_peers + PEER_POLL_SECONDS:
-            return
-        self._polled_peers = time.monotonic()
-        if self._store_lost:
-            shared.fail("another process", PeerError("the one that served the run's meeting point is gone"))
-            return
-        try:
-            failure = group.reported_failure()
-        except RuntimeError:
-            # The store went with its process. gloo's collectives tell more, and soon; NCCL's wait for ten minutes.
-            self._store_lost = True
-            self._polled_peers += COLLECTIVE_SECONDS
-            return
-        if failure is not None:
+        if (failure := group.peers.failure()) is not None:
             shared.fail("another process", PeerError(failure))
 
     # ------------------------------------------------------------------------------------------------------------- end
 
     def _end_failed_run(self, shared: Shared, workers: list[Worker], group: Group) -> PipelineError:
         """Bring everything down, save what can be saved, and say what happened."""
+        self._await_explanation(shared, group)
         worker, cause = shared.failures[0]
-        with contextlib.suppress(RuntimeError):
-            group.report_failure(f"{worker} failed: {type(cause).__name__}: {cause}")
+        group.peers.tell_failure(worker, cause)
         stuck = self._join(workers)
         self._hand_over_reports_quietly(shared)
         self._save_unsaved(shared, stuck)
         return PipelineError(worker, cause, later=shared.failures[1:], stuck=stuck)
+
+    def _await_explanation(self, shared: Shared, group: Group) -> None:
+        """Put another process's end before the broken exchange that was seen first, but is its consequence."""
+        deadline = time.monotonic() + WORD_SECONDS
+        while _only_broken_exchanges(shared) and group.processes > 1 and time.monotonic() < deadline:
+            time.sleep(POLL_SECONDS)
+            self._look_at_peers(shared, group)
+        shared.failures.sort(key=lambda failure: isinstance(failure[1], ExchangeError))
 
     def _leave(self, shared: Shared, workers: list[Worker]) -> Outcome:
         """End a run that was stopped before its first step: there is nothing to save."""
@@ -350,6 +346,10 @@ class _Tables:
             tied = self._target.head is self._target.embedding
             self._made[device] = embedding, embedding if tied else self._target.head.to(device, dtype)
         return self._made[device]
+
+
+def _only_broken_exchanges(shared: Shared) -> bool:
+    return all(isinstance(error, ExchangeError) for _, error in shared.failures)
 
 
 def _finish_loading(devices: set[torch.device]) -> None:

@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from trainer.pipeline.exchange import Alone, Exchange, ExchangeError, Group, SharedDevice, _Room
+from trainer.pipeline.exchange import Alone, Exchange, ExchangeError, Group, Meeting, SharedDevice, _Room
 from trainer.pipeline.queues import Closed
 
 CPU = torch.device("cpu")
@@ -94,6 +94,27 @@ def test_a_drafter_that_never_comes_does_not_hold_the_others_for_ever(make: Call
 
     errors = in_threads(exchanges, work)
     assert [type(error) for error in errors] == [Closed, Closed]
+
+
+def test_all_go_on_from_a_meeting_or_none_does() -> None:
+    for _ in range(100):
+        meeting = Meeting(2)
+        errors: list[BaseException] = []
+
+        def first(meeting: Meeting = meeting, errors: list[BaseException] = errors) -> None:
+            try:
+                meeting.wait()
+            except Closed as error:
+                errors.append(error)
+
+        thread = threading.Thread(target=first)
+        thread.start()
+        meeting.wait()
+        meeting.abort()  # the other has not woken up yet, as a rule
+        thread.join()
+        assert errors == []
+        with pytest.raises(Closed):
+            meeting.wait()
 
 
 def test_one_drafter_alone_keeps_its_gradients() -> None:

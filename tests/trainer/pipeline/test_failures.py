@@ -5,24 +5,27 @@ The time limit of each test is the promise that a run ends within seconds; a han
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 import socket
-import subprocess
-import sys
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import count
+from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch.distributed import HashStore  # type: ignore[attr-defined]
 
+from tests.trainer.launching import CONTEXT
 from trainer.checkpoint import CheckpointError
 from trainer.data.rows import Row, RowSource
 from trainer.pipeline import supervisor
-from trainer.pipeline.exchange import Alone, Collective, Group
+from trainer.pipeline.exchange import Collective, ExchangeError
 from trainer.pipeline.queues import Ring
 from trainer.pipeline.types import PipelineError, StepReport, TrainState
 from trainer.pipeline.workers import CheckpointWorker, NonFiniteError, TargetWorker
@@ -31,7 +34,6 @@ from trainer.step import DrafterStep
 from . import tiny
 
 pytestmark = pytest.mark.timeout(60)
-ROOT = Path(__file__).parents[3]
 
 
 class Boom(Exception):
@@ -247,26 +249,6 @@ def test_an_error_while_a_group_is_left_hides_neither_success_nor_the_first_caus
     assert all(isinstance(error, Boom) for _, error in failure.later)
 
 
-def test_a_collective_that_waits_for_a_lost_process_0_does_not_hold_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(supervisor, "END_SECONDS", 0.2)
-    never = threading.Event()
-
-    def gone(self: Group) -> str | None:
-        raise RuntimeError("connection reset by peer")
-
-    def hang(self: Alone, buffer: torch.Tensor) -> None:
-        never.wait(60)
-
-    monkeypatch.setattr(Group, "join", lambda *_: Group(HashStore(), 1, 2, 0, 1, 0, 1))
-    monkeypatch.setattr(Group, "reported_failure", gone)
-    monkeypatch.setattr(Alone, "add_up", hang)
-    with pytest.raises(PipelineError, match="meeting point is gone") as failure:
-        tiny.train(tiny.run_config())
-    assert failure.value.worker == "another process"
-    assert failure.value.stuck == ["drafter 0"]
-    never.set()
-
-
 def test_a_failing_hook_ends_the_run_in_its_own_name() -> None:
     def on_step(report: StepReport) -> None:
         if report.step == 3:
@@ -336,58 +318,155 @@ def test_a_thread_that_hangs_in_a_driver_is_named_and_left_behind(monkeypatch: p
     never.set()
 
 
-@pytest.mark.timeout(180)
-@pytest.mark.parametrize("how", ["exception", "kill"])
-def test_when_one_process_goes_down_the_others_follow_and_say_why(how: str, tmp_path: Path) -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-c", "from tests.trainer.pipeline.test_failures import peer; peer()", how],
-            cwd=ROOT,
-            env={
-                **os.environ,
-                "RANK": str(rank),
-                "WORLD_SIZE": "2",
-                "MASTER_ADDR": "127.0.0.1",
-                "MASTER_PORT": str(port),
-                "OMP_NUM_THREADS": "1",
-            },
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    outputs = [process.communicate(timeout=120)[0] for process in processes]
-    assert processes[0].returncode == 1
-    if how == "exception":
-        assert "target 0 failed: Boom: one process breaks" in outputs[1]
-        # It learns it from the other process's word or from the broken connection, whichever comes first.
-        assert (
-            "another process failed: PeerError: process 1: target 0 failed" in outputs[0]
-            or "drafter 0 failed" in (outputs[0])
-        )
-    else:
-        assert processes[1].returncode == -signal.SIGKILL
-        assert "drafter 0 failed" in outputs[0]
+@dataclass
+class Peer:
+    """One of two processes of a run; see `peer`."""
+
+    process: ForkServerProcess
+    folder: Path
+
+    @property
+    def said(self) -> str:
+        """How its run ended; empty while it goes on, and after a kill."""
+        path = self.folder / "said"
+        return path.read_text() if path.exists() else ""
+
+    @property
+    def step(self) -> int:
+        path = self.folder / "step"
+        return int(path.read_text() or "0") if path.exists() else 0
+
+    @property
+    def saved(self) -> list[int]:
+        return [int(path.name) for path in (self.folder / "saved").iterdir()]
+
+    def ends(self, seconds: float) -> int | None:
+        """Its exit code, None if it does not end in time."""
+        self.process.join(seconds)
+        return self.process.exitcode
 
 
-def peer() -> None:
-    """One of two processes; process 1 breaks after some rows."""
-    how = sys.argv[1]
-    recorder = tiny.Recorder()
-    if os.environ["RANK"] == "1":
-        original = TargetWorker._deliver
-        if how == "exception":
-            TargetWorker._deliver = on_call(9, Boom("one process breaks"), original)  # type: ignore[method-assign]
+@pytest.fixture
+def two_processes(tmp_path: Path) -> Iterator[Callable[..., list[Peer]]]:
+    """Starts a run of two processes whose process `number` plays a scenario of `peer`, and the other its reverse."""
+    started: list[Peer] = []
+
+    def start(scenario: str, number: int = 1) -> list[Peer]:
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            port = free.getsockname()[1]
+        for rank in range(2):
+            folder = tmp_path / str(rank)
+            (folder / "saved").mkdir(parents=True)
+            arguments = (scenario, rank == number, rank, port, folder)
+            process = CONTEXT.Process(target=peer, args=arguments)
+            process.start()
+            started.append(Peer(process, folder))
+        return started
+
+    yield start
+    for one in started:
+        one.process.kill()
+        one.process.join()
+
+
+def peer(scenario: str, plays: bool, rank: int, port: int, folder: Path) -> None:
+    """One of two processes. The one that plays the scenario does what the name says after its ninth step."""
+    torch.set_num_threads(1)
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    steps = 60 if scenario == "busy" else 100_000
+    load = tiny.load_target
+    if plays and scenario == "exception":
+        TargetWorker._deliver = on_call(9, Boom("it breaks"), TargetWorker._deliver)  # type: ignore[method-assign]
+    if plays and scenario == "exception while loading":
+        load = on_call(1, Boom("no such weights"), tiny.load_target)
+    if scenario == "kill in a collective without end":  # NCCL's do not see that a peer is gone
+        calls, original = count(), Collective.add_up
+
+        def add_up(self: Collective, buffer: torch.Tensor) -> None:
+            if next(calls) == 9:
+                if plays:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                threading.Event().wait()
+            original(self, buffer)
+
+        Collective.add_up = add_up  # type: ignore[method-assign]
 
     def on_step(report: StepReport) -> None:
-        if how == "kill" and os.environ["RANK"] == "1" and report.step == 9:
-            os.kill(os.getpid(), signal.SIGKILL)
+        (folder / "step").write_text(str(report.step))
+        if plays and report.step == 9:
+            if scenario == "kill":
+                os.kill(os.getpid(), signal.SIGKILL)
+            if scenario == "busy":
+                ctypes.PyDLL(None).sleep(4)  # no other thread of this process runs meanwhile
 
+    def save(state: TrainState, sums: torch.Tensor | None) -> None:
+        (folder / "saved" / str(state.step)).touch()
+
+    config = tiny.run_config(optimizer={"max_steps": steps}, checkpoint={"every": 4})
     try:
-        tiny.train(tiny.run_config(optimizer={"max_steps": 100_000}), recorder, on_step=on_step)
-    except PipelineError as error:
-        print(error, flush=True)
+        _, outcome = tiny.train(config, on_step=on_step, save=save, load_target=load)
+    except (PipelineError, ExchangeError, Boom) as error:
+        (folder / "said").write_text(str(error))
         os._exit(1)
+    (folder / "said").write_text(f"finished at {outcome.step}")
+
+
+def died(number: int) -> str:
+    return f"another process failed: PeerError: process {number} on {socket.gethostname()} died without a word"
+
+
+@pytest.mark.parametrize("number", [0, 1])  # process 0 serves the store
+def test_a_process_that_is_killed_is_named_by_the_one_that_is_left(
+    number: int, two_processes: Callable[..., list[Peer]]
+) -> None:
+    peers = two_processes("kill", number)
+    assert peers[number].ends(60) == -signal.SIGKILL
+    assert peers[1 - number].ends(10) == 1
+    assert peers[1 - number].said == died(number)
+    if number == 1:  # process 0 saves: what it has, up to the step that was not added up
+        assert max(peers[0].saved) >= 9
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_a_collective_that_never_returns_does_not_hold_the_process_that_is_left(
+    number: int, two_processes: Callable[..., list[Peer]]
+) -> None:
+    peers = two_processes("kill in a collective without end", number)
+    assert peers[number].ends(60) == -signal.SIGKILL
+    assert peers[1 - number].ends(10) == 1
+    assert peers[1 - number].said == died(number)
+
+
+def test_a_failure_in_one_process_is_told_by_all_in_its_words(two_processes: Callable[..., list[Peer]]) -> None:
+    peers = two_processes("exception")
+    assert [one.ends(60) for one in peers] == [1, 1]
+    assert peers[1].said == "target 0 failed: Boom: it breaks"
+    host = socket.gethostname()
+    assert peers[0].said == f"another process failed: PeerError: process 1 on {host}: {peers[1].said}"
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_a_process_that_fails_while_loading_does_not_hold_the_others(
+    number: int, two_processes: Callable[..., list[Peer]]
+) -> None:
+    peers = two_processes("exception while loading", number)
+    assert [one.ends(60) for one in peers] == [1, 1]
+    assert peers[number].said == "no such weights"
+    assert f"process {number} on {socket.gethostname()}: main failed: Boom: no such weights" in peers[1 - number].said
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_a_process_that_is_busy_or_stopped_for_seconds_is_not_taken_for_dead(
+    number: int, two_processes: Callable[..., list[Peer]]
+) -> None:
+    peers = two_processes("busy", number)
+    other = peers[1 - number].process.pid
+    assert other is not None
+    while peers[number].step < 10 and peers[number].process.is_alive():
+        time.sleep(0.01)
+    os.kill(other, signal.SIGSTOP)
+    time.sleep(4)
+    os.kill(other, signal.SIGCONT)
+    assert [one.ends(60) for one in peers] == [0, 0], [one.said for one in peers]
+    assert [one.said for one in peers] == ["finished at 60"] * 2
