@@ -20,7 +20,9 @@ CONTEXT.set_forkserver_preload(["trainer.run", "trainer.__main__", "tests.traine
 PATIENCE = 90.0  # seconds after which a test gives up waiting; nothing is measured by it
 
 
-def _child(arguments: list[str], log: Path, environment: dict[str, str]) -> None:
+def _child(
+    arguments: list[str], log: Path, environment: dict[str, str], prepare: Callable[[], None] | None = None
+) -> None:
     import torch
 
     from trainer.__main__ import main
@@ -31,6 +33,8 @@ def _child(arguments: list[str], log: Path, environment: dict[str, str]) -> None
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
     sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", closefd=False)  # noqa: SIM115
+    if prepare is not None:
+        prepare()
     sys.exit(main(arguments))
 
 
@@ -79,11 +83,16 @@ class Run:
             time.sleep(0.005)
 
 
-def launch(config: Path, folder: Path, *arguments: str, **environment: str) -> Run:
-    """Start `python -m trainer run CONFIG --run-dir FOLDER ARGUMENTS`, its output in FOLDER/log."""
+def launch(
+    config: Path, folder: Path, *arguments: str, prepare: Callable[[], None] | None = None, **environment: str
+) -> Run:
+    """Start `python -m trainer run CONFIG --run-dir FOLDER ARGUMENTS`, its output in FOLDER/log.
+
+    Args: prepare: called first in the new process; it must be importable.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     words = ["run", str(config), "--run-dir", str(folder), *arguments]
-    process = CONTEXT.Process(target=_child, args=(words, folder / "log", environment))
+    process = CONTEXT.Process(target=_child, args=(words, folder / "log", environment, prepare))
     process.start()
     return Run(process, folder)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import random
@@ -11,9 +12,11 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -206,6 +209,43 @@ def test_two_processes_share_a_run_directory_and_write_what_one_with_two_drafter
     assert weights(two, 12) == weights(one, 12)
 
 
+def test_a_collective_that_never_returns_does_not_keep_a_process_from_ending(tmp_path: Path, config: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = str(server.getsockname()[1])
+    group = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "GLOO_SOCKET_IFNAME": "lo"}
+    changes = ("--set", "optimizer.max_steps=6000", "checkpoint.every=2")
+    folders = [tmp_path / "0", tmp_path / "1"]
+    runs = [
+        launch(config, folder, *changes, prepare=a_collective_without_end, RANK=str(rank), **group)
+        for rank, folder in enumerate(folders)
+    ]
+    assert runs[1].wait() == -signal.SIGKILL
+    killed = time.monotonic()
+    assert runs[0].wait() == 1
+    assert time.monotonic() - killed < 10
+    last = runs[0].log.splitlines()[-1]
+    assert last.endswith(f"another process failed: PeerError: process 1 on {socket.gethostname()} died without a word")
+    assert "ERROR main did not end in time: drafter 0; their stacks:" in runs[0].log
+    assert "in without_end" in runs[0].log
+    assert runs[0].checkpoints == [2, 4]
+
+
+def a_collective_without_end() -> None:
+    """In a run's process: process 1 is killed in the sixth sum, and like NCCL's that of process 0 waits for it."""
+    from trainer.pipeline.exchange import Collective
+
+    sums, original = itertools.count(), Collective.add_up
+
+    def without_end(self: Collective, buffer: torch.Tensor) -> None:
+        if next(sums) == 6:  # the first one connects
+            if os.environ["RANK"] == "1":
+                os.kill(os.getpid(), signal.SIGKILL)
+            threading.Event().wait()
+        original(self, buffer)
+
+    Collective.add_up = without_end  # type: ignore[method-assign]
+
+
 @pytest.fixture
 def manager(tmp_path: Path) -> Iterator[socket.socket]:
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as receiver:
@@ -263,23 +303,43 @@ def test_a_signal_while_torch_is_imported_does_not_kill(tmp_path: Path, number: 
     assert finished.returncode == code, finished.stderr
 
 
-def test_an_abort_leaves_every_threads_stack_in_the_log(tmp_path: Path, config: Path) -> None:
+def test_the_stacks_of_a_healthy_run_can_be_asked_for(tmp_path: Path, config: Path) -> None:
     run = launch(config, tmp_path / "run", "--set", "optimizer.max_steps=6000")
     run.until(lambda: bool(run.steps))
-    run.kill(signal.SIGUSR1)  # asked for: it goes on
+    run.kill(signal.SIGUSR1)
     run.until(lambda: "most recent call first" in run.log)
     count = len(run.steps)
     run.until(lambda: len(run.steps) > count)
     assert "Fatal Python error" not in run.log
+    run.kill(signal.SIGTERM)
+    assert run.wait() == 0, run.log
+
+
+def test_an_abort_of_a_stuck_run_leaves_every_threads_stack_in_the_log(tmp_path: Path, config: Path) -> None:
+    # Stuck, as every run is that the watchdog aborts: reading the frames of threads that still run can itself crash.
+    run = launch(config, tmp_path / "run", "--set", "optimizer.max_steps=6000", prepare=a_target_that_sticks)
+    run.until(lambda: len(run.steps) == 5)
+    time.sleep(0.5)  # for the other threads to come to where they wait
     run.kill(signal.SIGABRT)
-    # Reading the frames of threads that still run can itself crash; a stuck run, which gets this signal, has none.
-    ended = run.wait()
+    assert run.wait() == -signal.SIGABRT
     stacks = run.log.partition("Fatal Python error: Aborted")[2]
-    assert stacks.count("Thread 0x") >= 1
-    if ended != -signal.SIGSEGV:
-        assert ended == -signal.SIGABRT
-        assert stacks.count("Thread 0x") + stacks.count("Current thread 0x") >= 4  # main, rows, target, drafter
-        assert "pipeline/workers.py" in stacks
+    assert len(re.findall(r"^(?:Current thread|Thread) 0x", stacks, re.MULTILINE)) >= 5  # main and the four workers
+    for where in ("in _listen", "in a_stuck_delivery", "in reserve", "in take"):
+        assert where in stacks, stacks
+
+
+def a_target_that_sticks() -> None:
+    """In a run's process: its targets deliver five rows, and never another."""
+    from trainer.pipeline.workers import TargetWorker
+
+    rows, original = itertools.count(), TargetWorker._deliver
+
+    def a_stuck_delivery(self: TargetWorker, features: Any, place: Any) -> Any:
+        if next(rows) == 5:
+            threading.Event().wait()
+        return original(self, features, place)
+
+    TargetWorker._deliver = a_stuck_delivery  # type: ignore[method-assign]
 
 
 def test_a_full_disk_ends_the_run_with_the_cause_first_and_the_old_checkpoint_whole(
