@@ -103,6 +103,7 @@ def main(arguments: Sequence[str]) -> int:
         command.add_argument("--anchors", type=int, help="anchors of a row; default: the preset's")
         command.add_argument("--mode", choices=("graph", "compiled", "eager"), default="graph" if gpu else "eager")
         command.add_argument("--steps", type=int, default=60 if gpu else 20, help="measured steps")
+        command.add_argument("--optimizer", choices=("adamw", "muon"), default="adamw")
         command.add_argument("--device", default="cuda:0" if gpu else "cpu")
         command.set_defaults(targets=None, drafters=None)
         if name in ("pipeline", "first-step"):
@@ -204,7 +205,7 @@ def run_config(options: argparse.Namespace, steps: int) -> RunConfig:
                 "anchors_per_row": preset.anchors,
             },
             "objective": {"head_chunk": preset.head_chunk},
-            "optimizer": {"max_steps": steps},
+            "optimizer": {"max_steps": steps, "name": options.optimizer},
             "checkpoint": {"every": 10**9},
             "pipeline": {
                 "targets": options.targets or [options.device],
@@ -673,7 +674,7 @@ def first_step(options: argparse.Namespace) -> dict[str, Any]:
         cache = options.cache or Path(temporary)
         for state in ("cold", "warm"):
             command = [sys.executable, "-m", "trainer", "bench", "first-step", "--once", "--cache", str(cache)]
-            for name in ("preset", "length", "anchors", "mode", "device"):
+            for name in ("preset", "length", "anchors", "mode", "optimizer", "device"):
                 if (value := getattr(options, name)) is not None:
                     command += [f"--{name}", str(value)]
             for name in ("targets", "drafters"):

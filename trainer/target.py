@@ -35,7 +35,9 @@ _log = logging.getLogger(__name__)
 VARLEN = "within_documents"
 """Name under which transformers finds `_varlen_attention`; one with "flash" in it would be taken for its own kernels"""
 
-TOLERATED_DISAGREEMENT = 0.05  # between two ways to compute the same in half precision; see `disagreement`
+# Between two ways to compute the same in half precision; see `disagreement`. Layers amplify the rounding of those
+# before them: two right ways through 36 random layers were seen to part by 0.05.
+LAYER_TOLERANCE, TOLERANCE = 0.02, 0.15
 
 # torch 2.11 takes fewer key heads than query heads without being told; later ones want to be told.
 _GROUPED: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
@@ -313,7 +315,7 @@ class Target:
             with torch.no_grad():
                 alone, _ = self._run(self._unpacked(inputs.input_ids[:, first:]))
             self._decoder.set_attn_implementation(VARLEN)
-            if not disagreement(states[0, first:].detach(), alone[0]) <= TOLERATED_DISAGREEMENT:  # nor not a number
+            if not disagreement(states[0, first:].detach(), alone[0]) <= TOLERANCE:  # nor not a number
                 _log.warning("variable-length attention disagrees with the target's own attention and is not used")
                 return False
         return True

@@ -383,7 +383,7 @@ def other(graph: torch.fx.GraphModule, _: Any) -> Any:
 
 @pytest.mark.parametrize(
     ("backend", "fault"),
-    [(refuse, "no such kernel"), (spoil, "compiled, they differ by nan%"), (other, "compiled, they differ by 2")],
+    [(refuse, "no such kernel"), (spoil, "compiled, one differs by nan%"), (other, "compiled, one differs by 10.0%")],
 )
 def test_layers_that_do_not_compile_or_compute_something_else_run_as_they_are(
     backend: Any, fault: str, rows: RowSource
