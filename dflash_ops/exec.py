@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import base64
-import binascii
 from collections.abc import Sequence
 from typing import BinaryIO
 
@@ -22,15 +20,11 @@ def execute(session: Session, run: str, argv: Sequence[str], out: BinaryIO, err:
         if frame.kind == "result":
             status = frame.value.get("status")
             return status if isinstance(status, int) and 0 <= status <= 255 else 70
-        for name, sink in (("out", out), ("err", err)):
-            if name in frame.value:
-                sink.write(_bytes(frame.value[name]))
+        match frame.value:
+            case {"to": "out" | "err" as name, "data": bytes(data)}:
+                sink = out if name == "out" else err
+                sink.write(data)
                 sink.flush()
+            case _:
+                raise BadAnswer("the output came in a form that this dflash does not know")
     raise AssertionError("a stream ends with a result or an error")
-
-
-def _bytes(text: object) -> bytes:
-    try:
-        return base64.b64decode(str(text), validate=True)
-    except binascii.Error as error:
-        raise BadAnswer("the container sent output that cannot be decoded") from error

@@ -5,7 +5,6 @@ A file is written to `<name>.partial`, a checkpoint to `<name>.partial/`, and re
 
 from __future__ import annotations
 
-import binascii
 import hashlib
 import os
 import re
@@ -171,9 +170,9 @@ class _Taker:
                 self._open(path, offset)
             case {"begin": str(path)} | {"vanished": str(path)} | {"end": str(path)} if path in self._refused:
                 self._close()
-            case {"data": str()} if self._stream is None and self._refused:
+            case {"data": bytes()} if self._stream is None and self._refused:
                 pass
-            case {"data": str(data), "size": int(size), "packed": bool(packed)} if self._stream is not None:
+            case {"data": bytes(data), "size": int(size), "packed": bool(packed)} if self._stream is not None:
                 piece = _unpacked(data, size, packed)
                 if self._stream.tell() + size > self._plan[self._path]:
                     raise BadAnswer(_DAMAGED)
@@ -295,11 +294,10 @@ def _unit_of(path: str) -> str:
     return "/".join(parts[:2]) if parts[0] == "checkpoints" and len(parts) > 2 else ""
 
 
-def _unpacked(data: str, size: int, packed: bool) -> bytes:
+def _unpacked(data: bytes, size: int, packed: bool) -> bytes:
     try:
-        body = binascii.a2b_base64(data)
-        found = zlib.decompressobj().decompress(body, _LARGEST_PIECE) if packed else body
-    except (binascii.Error, zlib.error, ValueError) as error:
+        found = zlib.decompressobj().decompress(data, _LARGEST_PIECE) if packed else data
+    except zlib.error as error:
         raise BadAnswer(_DAMAGED) from error
     if len(found) != size:
         raise BadAnswer(_DAMAGED)

@@ -48,18 +48,21 @@ class Channel:
         self._sink = sink
         self._last = time.monotonic()
 
-    def _write(self, frame: Dict[str, Any]) -> None:
+    def _write(self, frame: Dict[str, Any], data: Optional[bytes] = None) -> None:
+        tail = [] if data is None else [data, b"\n"]
+        if data is not None:
+            frame["bytes"] = len(data)
         line = json.dumps(frame, ensure_ascii=True, separators=(",", ":"))
         try:
-            self._sink.write(b"\n" + MARK + line.encode("ascii") + b"\n")
+            self._sink.write(b"".join([b"\n", MARK, line.encode("ascii"), b"\n", *tail]))
             self._sink.flush()
         except OSError as error:
             raise PeerGone() from error
         self._last = time.monotonic()
 
-    def event(self, **value: Any) -> None:
-        """Tell the laptop something before the result. Raises PeerGone."""
-        self._write({"kind": "event", "value": value})
+    def event(self, data: Optional[bytes] = None, **value: Any) -> None:
+        """Tell the laptop something before the result; `data` goes as it is, after the frame. Raises PeerGone."""
+        self._write({"kind": "event", "value": value}, data)
 
     def beat(self) -> None:
         """Show life when nothing was said for five seconds. Raises PeerGone."""

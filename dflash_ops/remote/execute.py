@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import contextlib
 import os
 import selectors
@@ -19,7 +18,7 @@ _CHUNK = 1 << 16
 def main(request: Dict[str, Any], channel: Channel) -> Dict[str, Any]:
     """Run a command.
 
-    request: `root`, `run` or null for the newest; `argv`. Events: {out} and {err}, base64. Result: `status`, as a
+    request: `root`, `run` or null for the newest; `argv`. Events: {to: out or err} with data. Result: `status`, as a
     shell gives it.
     """
     paths = common.find_run(request["root"], request.get("run"))
@@ -69,7 +68,7 @@ def _pass_on(child: "subprocess.Popen[bytes]", channel: Channel) -> int:
             for key, _ in selector.select(1):
                 data = os.read(key.fd, _CHUNK)
                 if data:
-                    channel.event(**{key.data: base64.b64encode(data).decode("ascii")})
+                    channel.event(data, to=key.data)
                 else:
                     selector.unregister(key.fileobj)
     while True:

@@ -6,7 +6,6 @@ left behind, and no inotify is used: it misses renames on overlay file systems.
 
 from __future__ import annotations
 
-import base64
 import calendar
 import contextlib
 import os
@@ -29,8 +28,8 @@ def main(request: Dict[str, Any], channel: Channel) -> Dict[str, Any]:
 
     request: `root`, `run`; `cursor` {inode, offset} or null to begin; then `lines` (null: all) and `since` (unix
     seconds; negative: seconds ago; null) say where; `follow` until the run's end, or only what is there.
-    Events: {run}; {at: {inode, offset}} whenever the position is set; {data, size} from there on; {notice} before the
-    position jumps; {caught_up}. Result: the probe's snapshot, without the GPUs.
+    Events: {run}; {at: {inode, offset}} whenever the position is set; {size} with as many bytes from there on, as zlib
+    data; {notice} before the position jumps; {caught_up}. Result: the probe's snapshot, without the GPUs.
     """
     paths = common.find_run(request["root"], request.get("run"))
     channel.event(run=paths.run)
@@ -120,8 +119,7 @@ class _Reader:
             data = os.pread(self._stream.fileno(), CHUNK, self._offset)
             if not data:
                 return
-            packed = base64.b64encode(zlib.compress(data, 1)).decode("ascii")
-            self._channel.event(size=len(data), data=packed)
+            self._channel.event(zlib.compress(data, 1), size=len(data))
             self._offset += len(data)
 
     def _notice(self, text: str) -> None:

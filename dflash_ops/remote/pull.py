@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import base64
 import hashlib
 import os
 import zlib
@@ -24,8 +23,8 @@ def main(request: Dict[str, Any], channel: Channel) -> Dict[str, Any]:
 
     request: `root`; `run` or null; `what`: checkpoints, metrics, log or all; `have` {path: bytes already there};
     `kept` {checkpoint: sha256 of its manifest} of those that are there in whole. Events: {run}; {plan: [[path, size]],
-    kept}; then for each file {begin: path, offset}, {data, size}…, {end: path, sha256, size} or {vanished: path}.
-    Result: {}.
+    kept}; then for each file {begin: path, offset}, {size, packed} with data (zlib's if packed)…, {end: path, sha256,
+    size} or {vanished: path}. Result: {}.
     """
     paths = common.find_run(request["root"], request.get("run"))
     channel.event(run=paths.run)
@@ -115,5 +114,5 @@ def _send(paths: RunPaths, path: str, size: int, have: int, channel: Channel) ->
             digest.update(data)
             left -= len(data)
             body = zlib.compress(data, 1) if packed else data
-            channel.event(data=base64.b64encode(body).decode("ascii"), size=len(data), packed=packed)
+            channel.event(body, size=len(data), packed=packed)
         channel.event(end=path, sha256=digest.hexdigest(), size=size)

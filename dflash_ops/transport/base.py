@@ -26,7 +26,9 @@ class Program:
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """One framed answer line. `value` is JSON from the container: data to check, never to trust."""
+    """One framed answer. `value` is JSON from the container: data to check, never to trust. The only bytes in it are
+    `data`: what followed the frame as it is.
+    """
 
     kind: FrameKind
     value: dict[str, Any]

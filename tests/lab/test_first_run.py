@@ -18,6 +18,8 @@ from tests.lab.user import STAND_IN, Dflash
 
 pytestmark = pytest.mark.lab
 
+EVERY_BYTE = ("python3", "-c", "import sys; sys.stdout.buffer.write(bytes(range(256)) * 1000)")
+
 
 # ---- the main job -----------------------------------------------------------------------------------------------
 
@@ -106,6 +108,13 @@ def test_a_launch_that_is_killed_while_it_waits_leaves_one_run(dflash: Dflash, h
     status = dflash.wait_state("orphan", "running")
     assert status["unit"]["kind"] == "running"
     dflash("launch", "job", "--run", "orphan", code=75)
+
+
+@pytest.mark.parametrize("enter", ["pct", "lxc-attach"])
+def test_bytes_of_every_kind_come_through_each_way_in(dflash: Dflash, enter: str) -> None:
+    dflash.inventory["targets"]["ct200"]["enter"] = enter
+    dflash.launch("r1")
+    assert dflash.exec("r1", *EVERY_BYTE) == bytes(range(256)) * 1000
 
 
 def unit_state(dflash: Dflash, run: str) -> str:
@@ -362,6 +371,7 @@ def test_the_line_for_sudoers_that_the_refusal_names_is_enough(lab: Lab, dflash:
         dflash("launch", "job", "--run", "sudoer")
         assert dflash.state("sudoer") == "running"
         assert "hello" in dflash("tail-logs", "sudoer", "--no-follow", "-n", "1000").stdout
+        assert dflash.exec("sudoer", *EVERY_BYTE) == bytes(range(256)) * 1000
         assert dflash.json("kill", "sudoer", "-y")["outcome"] == "stopped"
         other = subprocess.run(
             [*lab.ssh_command(user="operator1"), "sudo -n /usr/sbin/pct stop 200"], capture_output=True, timeout=30

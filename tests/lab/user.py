@@ -76,6 +76,12 @@ class Dflash:
         answer: dict[str, Any] = json.loads(self(*words, "--json", code=code).stdout)
         return answer
 
+    def exec(self, run: str, *argv: str) -> bytes:
+        """What a command in the container printed, byte for byte."""
+        done = subprocess.run(self.argv("exec", run, "--", *argv), env=self.env(), capture_output=True, timeout=60)
+        assert (done.returncode, done.stderr) == (0, b"")
+        return done.stdout
+
     def launch(self, run: str, *words: str, **config: Any) -> None:
         """Start a run of the stand-in trainer."""
         self.job(config={"steps": None, **config})

@@ -84,11 +84,11 @@ class _Channel:
                 self.frames.put(frame, timeout=0.01)
                 return
 
-    def event(self, **value: Any) -> None:
+    def event(self, data: bytes | None = None, **value: Any) -> None:
         self.beat()
         if self._left is not None:
             self._left -= 1
-        self.send(Frame("event", _sent(value)))
+        self.send(Frame("event", _sent(value) if data is None else {**_sent(value), "data": data}))
 
     def pause(self, seconds: float) -> None:
         self.beat()

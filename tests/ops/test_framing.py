@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import io
 import json
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dflash_ops.remote.common import Channel
 from dflash_ops.transport import framing
 from dflash_ops.transport.base import BadAnswer, Misconfigured
 from dflash_ops.transport.framing import FrameDecoder
@@ -15,6 +17,13 @@ from dflash_ops.transport.framing import FrameDecoder
 
 def line(kind: str, value: object) -> bytes:
     return b"\n@@DFLASH " + json.dumps({"kind": kind, "value": value}).encode() + b"\n"
+
+
+def sent(data: bytes | None = None, **value: object) -> bytes:
+    """An event as the remote side writes it."""
+    sink = io.BytesIO()
+    Channel(io.BytesIO(), sink).event(data, **value)
+    return sink.getvalue()
 
 
 @given(
@@ -31,6 +40,39 @@ def test_frames_come_out_the_same_whatever_stands_between_and_however_they_are_c
     decoder = FrameDecoder()
     found = [frame for start in range(0, len(stream), cut) for frame in list(decoder.feed(stream[start : start + cut]))]
     assert found == [("event", value) for value in values]
+
+
+@given(
+    bodies=st.lists(st.one_of(st.none(), st.binary(max_size=60), st.just(b"\n@@DFLASH {}\n")), max_size=4),
+    noise=st.binary(max_size=20).filter(lambda data: b"@@" not in data),
+    cut=st.integers(1, 17),
+)
+def test_bytes_come_as_they_are_whatever_is_in_them_and_however_they_are_cut(
+    bodies: list[bytes | None], noise: bytes, cut: int
+) -> None:
+    stream = b"".join(sent(body, number=i) + noise for i, body in enumerate(bodies))
+    decoder = FrameDecoder()
+    found = [frame for start in range(0, len(stream), cut) for frame in decoder.feed(stream[start : start + cut])]
+    values = [{"number": i} if body is None else {"number": i, "data": body} for i, body in enumerate(bodies)]
+    assert found == [("event", value) for value in values]
+
+
+def test_bytes_that_do_not_all_come_are_no_frame() -> None:
+    whole = sent(b"0123456789", size=10)
+    for length in range(len(whole)):
+        assert list(FrameDecoder().feed(whole[:length])) == []
+
+
+@pytest.mark.parametrize("data", [b"01234567890", b"0123456789 and more"])
+def test_bytes_that_something_came_between_are_refused(data: bytes) -> None:
+    with pytest.raises(BadAnswer, match="malformed"):
+        list(FrameDecoder().feed(sent(b"0123456789", size=10).replace(b"0123456789", data)))
+
+
+@pytest.mark.parametrize("size", ["-1", "1.0", "true", '"9"', "[]", str(9 << 20), "9" * 4000])
+def test_a_frame_with_a_senseless_number_of_bytes_is_refused(size: str) -> None:
+    with pytest.raises(BadAnswer):
+        list(FrameDecoder().feed(b'\n@@DFLASH {"kind": "event", "value": {}, "bytes": %s}\n' % size.encode()))
 
 
 @pytest.mark.parametrize(

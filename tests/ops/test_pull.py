@@ -166,7 +166,7 @@ def test_a_path_that_could_leave_the_folder_is_left_out(tmp_path: Path, path: st
     events = [
         {"plan": [[path, 1]], "kept": []},
         {"begin": path, "offset": 0},
-        {"data": "eA==", "size": 1, "packed": False},
+        {"data": b"x", "size": 1, "packed": False},
         {"end": path, "sha256": hashlib.sha256(b"x").hexdigest(), "size": 1},
     ]
     answer = hostile(tmp_path, events)
@@ -177,9 +177,10 @@ def test_a_path_that_could_leave_the_folder_is_left_out(tmp_path: Path, path: st
 @pytest.mark.parametrize(
     "event",
     [
-        {"data": "eHh4", "size": 3, "packed": False},  # more than the plan says
-        {"data": "!", "size": 1, "packed": False},
-        {"data": "eA==", "size": 1, "packed": True},
+        {"data": b"xxx", "size": 3, "packed": False},  # more than the plan says
+        {"data": b"!", "size": 2, "packed": False},
+        {"data": b"x", "size": 1, "packed": True},
+        {"data": "x", "size": 1, "packed": False},
         {"end": "other", "sha256": "x", "size": 1},
         {"surprise": 1},
         {"begin": "log", "offset": -1},
