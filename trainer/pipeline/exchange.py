@@ -126,6 +126,8 @@ def _meet_the_others(mine: dict[str, Any]) -> tuple[Any, int, int, Peers, list[d
     """The store, this process's number and the number of all, its peers, and what each of them says of itself."""
     # Knows whether torchrun's agent already serves the store or process 0 has to.
     store, process, processes = next(rendezvous("env://", timeout=TIMEOUT))
+    # The agent's store outlives processes that it starts anew, and remembers where the former ones were found.
+    store = PrefixStore(f"dflash/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
     return store, process, processes, *Peers.meet(store, process, processes, mine, TIMEOUT)
 
 
@@ -246,7 +248,7 @@ class Collective:
         self._ranks: Any = None
 
     def connect(self) -> None:
-        store = PrefixStore("dflash/exchange", self._group.store)
+        store = PrefixStore("exchange", self._group.store)
         if self._device.type == "cuda":
             from torch.distributed.distributed_c10d import ProcessGroupNCCL
 

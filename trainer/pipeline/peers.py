@@ -24,7 +24,7 @@ LEAVE_SECONDS = 10.0  # for process 0 to wait for the others at the end
 POLL_SECONDS = 0.05
 # Probes of an idle connection in seconds: a host that lost its power or network is given up after 5 + 3 * 5.
 PROBES = {socket.TCP_KEEPIDLE: 5, socket.TCP_KEEPINTVL: 5, socket.TCP_KEEPCNT: 3}
-_MEETING_KEY = "dflash/meeting"
+_MEETING_KEY = "meeting"
 
 
 class PeerError(RuntimeError):

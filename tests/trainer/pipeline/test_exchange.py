@@ -16,6 +16,7 @@ import pytest
 import torch
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
+from tests.trainer.launching import CONTEXT
 from trainer.pipeline.exchange import Alone, Exchange, ExchangeError, Group, Meeting, SharedDevice, _Room
 from trainer.pipeline.queues import Closed
 
@@ -168,6 +169,30 @@ def test_processes_that_begin_apart_are_refused_in_one_sentence(name: str, mine:
         assert process.returncode == 1
         assert f"process 0 has {name} {mine} and process 1 has {theirs}: give all of them the same" in said
         assert "Traceback" not in said
+
+
+def join_and_add_up(rank: int, port: int, attempt: int) -> None:
+    """One of two processes that torchrun started for the `attempt`th time; they end without leaving."""
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    os.environ |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": str(attempt)}
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    (exchange,) = Group.join([CPU], {}).exchanges([CPU])
+    exchange.connect()
+    buffer = torch.ones(3)
+    exchange.add_up(buffer)
+    assert buffer.tolist() == [2.0] * 3
+    os._exit(0)
+
+
+def test_processes_that_torchrun_starts_anew_find_each_other_though_its_store_remembers_the_dead() -> None:
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    for attempt in range(2):
+        processes = [CONTEXT.Process(target=join_and_add_up, args=(rank, store.port, attempt)) for rank in range(2)]
+        for process in processes:
+            process.start()
+        for process in processes:
+            process.join(60)
+        assert [process.exitcode for process in processes] == [0, 0]
 
 
 def test_a_meeting_point_that_nobody_serves_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
