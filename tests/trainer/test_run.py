@@ -14,7 +14,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -209,22 +209,35 @@ def test_two_processes_share_a_run_directory_and_write_what_one_with_two_drafter
     assert weights(two, 12) == weights(one, 12)
 
 
-def test_a_collective_that_never_returns_does_not_keep_a_process_from_ending(tmp_path: Path, config: Path) -> None:
+def two_processes(config: Path, folder: Path, *changes: str, prepare: Callable[[], None] | None = None) -> list[Run]:
+    """A long run of two processes, each with a run directory of its own."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = str(server.getsockname()[1])
     group = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "GLOO_SOCKET_IFNAME": "lo"}
-    changes = ("--set", "optimizer.max_steps=6000", "checkpoint.every=2")
-    folders = [tmp_path / "0", tmp_path / "1"]
-    runs = [
-        launch(config, folder, *changes, prepare=a_collective_without_end, RANK=str(rank), **group)
-        for rank, folder in enumerate(folders)
-    ]
+    arguments = ("--set", "optimizer.max_steps=6000", *changes)
+    return [launch(config, folder / rank, *arguments, prepare=prepare, RANK=rank, **group) for rank in ("0", "1")]
+
+
+DIED = f"run failed: another process failed: PeerError: process 1 on {socket.gethostname()} died without a word"
+
+
+def test_the_death_of_another_process_is_the_one_error_of_a_run(tmp_path: Path, config: Path) -> None:
+    runs = two_processes(config, tmp_path)
+    runs[0].until(lambda: len(runs[0].steps) >= 3)
+    runs[1].kill(signal.SIGKILL)
+    assert runs[0].wait() == 1
+    (error,) = [line for line in runs[0].log.splitlines() if " ERROR " in line]
+    assert error.endswith(DIED)
+    assert runs[0].checkpoints, "what was trained is lost"
+
+
+def test_a_collective_that_never_returns_does_not_keep_a_process_from_ending(tmp_path: Path, config: Path) -> None:
+    runs = two_processes(config, tmp_path, "checkpoint.every=2", prepare=a_collective_without_end)
     assert runs[1].wait() == -signal.SIGKILL
     killed = time.monotonic()
     assert runs[0].wait() == 1
     assert time.monotonic() - killed < 10
-    last = runs[0].log.splitlines()[-1]
-    assert last.endswith(f"another process failed: PeerError: process 1 on {socket.gethostname()} died without a word")
+    assert runs[0].log.splitlines()[-1].endswith(DIED)
     assert "ERROR main did not end in time: drafter 0; their stacks:" in runs[0].log
     assert "in without_end" in runs[0].log
     assert runs[0].checkpoints == [2, 4]

@@ -179,7 +179,7 @@ class Exchange(Protocol):
 
         Raises:
             Closed: another worker of this process failed.
-            ExchangeError: another process is gone.
+            ExchangeError: the library failed; as a rule because another process is gone.
         """
 
     def abort(self) -> None:
@@ -209,7 +209,7 @@ class Meeting:
     def __init__(self, members: int) -> None:
         self._members = members
         self._arrived = self._met = 0  # in this meeting; meetings that came about
-        self._aborted = False
+        self.aborted = False
         self._changed = threading.Condition()
 
     def wait(self) -> None:
@@ -219,21 +219,21 @@ class Meeting:
             Closed: the meeting was aborted before all had come.
         """
         with self._changed:
-            if self._aborted:
+            if self.aborted:
                 raise Closed
             number = self._met
             self._arrived += 1
             if self._arrived == self._members:
                 self._arrived, self._met = 0, number + 1
                 self._changed.notify_all()
-            self._changed.wait_for(lambda: self._met > number or self._aborted)
+            self._changed.wait_for(lambda: self._met > number or self.aborted)
             if self._met == number:
                 raise Closed
 
     def abort(self) -> None:
         """Let no meeting come about from now on; wakes everyone."""
         with self._changed:
-            self._aborted = True
+            self.aborted = True
             self._changed.notify_all()
 
 
@@ -254,17 +254,26 @@ class Collective:
 
             options = ProcessGroupNCCL.Options()
             options._timeout = TIMEOUT
-            with _reaching_the_others():
+            with self._as_one_of_many():
                 self._ranks = ProcessGroupNCCL(store, self._rank, self._group.ranks, options)
         else:
-            with _reaching_the_others():
+            with self._as_one_of_many():
                 self._ranks = ProcessGroupGloo(store, self._rank, self._group.ranks, TIMEOUT)
         self.add_up(torch.zeros(1, device=self._device))  # NCCL connects at the first collective
 
     def add_up(self, buffer: Tensor) -> None:
         self._meeting.wait()
-        with _reaching_the_others():
+        with self._as_one_of_many():
             self._ranks.allreduce([buffer]).wait()
+
+    @contextlib.contextmanager
+    def _as_one_of_many(self) -> Iterator[None]:
+        try:
+            yield
+        except RuntimeError as error:
+            if self._meeting.aborted:  # the run is ending: another drafter of this process has left
+                raise Closed from error
+            raise ExchangeError(f"the drafters could not add up their gradients: {error}") from error
 
     def abort(self) -> None:
         self._meeting.abort()
@@ -273,14 +282,6 @@ class Collective:
         if self._ranks is not None:
             self._ranks.shutdown()
             self._ranks = None
-
-
-@contextlib.contextmanager
-def _reaching_the_others() -> Iterator[None]:
-    try:
-        yield
-    except RuntimeError as error:
-        raise ExchangeError(f"the other drafters can't be reached: {error}") from error
 
 
 class _Room:

@@ -30,7 +30,7 @@ from trainer.config import RunConfig
 from trainer.data.rows import RowShape, RowSource
 from trainer.drafter.config import DrafterConfig
 from trainer.optim import schedule_multiplier
-from trainer.pipeline.exchange import Exchange
+from trainer.pipeline.exchange import Exchange, ExchangeError
 from trainer.pipeline.features import FeatureMaker
 from trainer.pipeline.meter import Meter
 from trainer.pipeline.plan import Plan, balance
@@ -140,7 +140,9 @@ class Worker(threading.Thread):
         except Closed:
             pass
         except BaseException as error:
-            log.error("%s failed", self.name, exc_info=error)
+            # The end of another process breaks the exchange first and is known a moment later: it is to be the error.
+            level = logging.WARNING if isinstance(error, ExchangeError) else logging.ERROR
+            log.log(level, "%s failed", self.name, exc_info=error)
             self.shared.fail(self.name, error)
         finally:
             self.prepared.set()

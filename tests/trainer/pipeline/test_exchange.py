@@ -118,6 +118,22 @@ def test_all_go_on_from_a_meeting_or_none_does() -> None:
             meeting.wait()
 
 
+@pytest.mark.parametrize(("ends", "expected"), [(True, Closed), (False, ExchangeError)])
+def test_a_broken_connection_is_a_failure_unless_the_run_is_ending(
+    ends: bool, expected: type[Exception], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    exchange, _ = gloo(2)
+
+    def connect(*_: Any) -> None:
+        if ends:
+            exchange.abort()
+        raise RuntimeError("Connection closed by peer")
+
+    monkeypatch.setattr("trainer.pipeline.exchange.ProcessGroupGloo", connect)
+    with pytest.raises(expected):
+        exchange.connect()
+
+
 def test_one_drafter_alone_keeps_its_gradients() -> None:
     (exchange,) = gloo(1)
     assert isinstance(exchange, Alone)
