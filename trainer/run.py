@@ -169,7 +169,7 @@ class Watch:
 
     def _should_stop(self) -> bool:
         self._signals.training = True  # whoever asks will end the run in order
-        if not self._signals.stop.is_set():
+        if not self._signals.stop:
             return False
         self._notifier.stopping()
         self._notifier.expect_silence(SILENCE_SECONDS)

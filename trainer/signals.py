@@ -14,40 +14,46 @@ import faulthandler
 import logging
 import signal
 import sys
-import threading
 from types import FrameType
 
 logger = logging.getLogger(__name__)
 
 
 class Signals:
-    """Takes the process's signals when it is made; for the main thread."""
+    """Takes the process's signals when it is made; for the main thread.
+
+    The flags are plain: setting a threading.Event takes a lock, which the code that the signal interrupts may hold.
+    """
 
     def __init__(self) -> None:
         self.training = False
-        self.stop = threading.Event()
-        self._checkpoint = threading.Event()
+        self.stop = False
+        self._checkpoint = False
         faulthandler.enable()  # SIGABRT among others: every thread's stack goes to stderr, then the process dies
         # Not faulthandler.register: its handler reads the frames of threads that go on running, which was seen to crash
         # a healthy run. A Python handler holds the interpreter's lock meanwhile.
         signal.signal(signal.SIGUSR1, lambda number, frame: faulthandler.dump_traceback())
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._on_stop)
-        signal.signal(signal.SIGUSR2, lambda number, frame: self._checkpoint.set())
+        signal.signal(signal.SIGUSR2, self._on_checkpoint)
 
     def take_checkpoint_request(self) -> bool:
         """True once per request."""
-        if self._checkpoint.is_set():
-            self._checkpoint.clear()
+        if self._checkpoint:
+            self._checkpoint = False
             return True
         return False
 
+    def _on_checkpoint(self, number: int, frame: FrameType | None) -> None:
+        self._checkpoint = True
+
     def _on_stop(self, number: int, frame: FrameType | None) -> None:
         name = signal.Signals(number).name
+        # First of all, since what is raised below is lost where the signal interrupts a destructor.
+        again, self.stop = self.stop, True
         if not self.training:
             logger.info("%s before training began: leaving", name)
             sys.exit(0)
-        if number == signal.SIGINT and self.stop.is_set():
+        if number == signal.SIGINT and again:
             signal.default_int_handler(number, frame)  # the second Ctrl-C means it
         logger.info("%s: finishing the step, then saving", name)
-        self.stop.set()
