@@ -110,7 +110,7 @@ def main(arguments: Sequence[str]) -> int:
             command.add_argument("--targets", nargs="+", metavar="DEVICE", help="default: --device")
             command.add_argument("--drafters", nargs="+", metavar="DEVICE", help="default: --device")
         if name == "pipeline":
-            command.add_argument("--profile-steps", type=int, default=8, help="steps under the profiler; 0: none")
+            command.add_argument("--profile-steps", type=int, default=100, help="steps under the profiler; 0: none")
         if name == "threads":
             command.add_argument("--threads", type=int, default=3)
         if name == "first-step":

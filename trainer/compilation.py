@@ -272,6 +272,19 @@ class CompileReport:
         return None
 
 
+def start_compiler_processes() -> None:
+    """Let Inductor start the processes in which it compiles kernels, unless its cache holds some already.
+
+    It would start them with the first kernel, and compile in the calling thread, one kernel after the other, for the
+    seconds that they take to come up. Returns at once: they come up while the target is loaded.
+    """
+    from torch._inductor.async_compile import AsyncCompile
+    from torch._inductor.runtime.cache_dir_utils import cache_dir
+
+    if not any(Path(cache_dir()).glob("fxgraph/*")):
+        AsyncCompile.use_process_pool()  # type: ignore[no-untyped-call]
+
+
 _live = threading.Lock()  # held while a phase or the run after it lives
 _unfused_call_is_an_error = False
 _closed = False  # the phase is over and the run after it lives
@@ -300,6 +313,8 @@ class CompilePhase:
             _live.release()
             raise
         _unfused_call_is_an_error = True
+        if self.mode != "eager" and torch.cuda.is_available():
+            start_compiler_processes()
         return self
 
     def __exit__(self, *_: object) -> None:

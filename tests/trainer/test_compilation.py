@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.fx._symbolic_trace as symbolic_trace
+from torch._inductor.async_compile import AsyncCompile
 from torch.nn.attention.flex_attention import flex_attention
 
 from trainer import compilation
@@ -21,6 +22,7 @@ from trainer.compilation import (
     CompileReport,
     LateCompilationError,
     make_tracing_state_per_thread,
+    start_compiler_processes,
 )
 
 CPU = torch.device("cpu")
@@ -260,3 +262,16 @@ def test_a_cache_folder_that_cannot_be_written_is_one_sentence(tmp_path: Path) -
     (tmp_path / "file").touch()
     with pytest.raises(CompilationError, match=r"can't be written: .*; set pipeline.compile_cache"):
         CompileCache.open(tmp_path / "file", CPU, {})
+
+
+def test_inductor_s_processes_start_early_only_if_there_is_something_to_compile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started = []
+    monkeypatch.setattr(AsyncCompile, "use_process_pool", lambda: started.append(True))
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    start_compiler_processes()
+    assert started == [True]
+    (tmp_path / "fxgraph" / "ab").mkdir(parents=True)
+    start_compiler_processes()
+    assert started == [True]
