@@ -300,6 +300,19 @@ def test_a_stop_before_training_leaves_nothing_and_ends_with_zero(tmp_path: Path
     assert not run.checkpoints or "stopped at step" in run.log  # it may just have begun
 
 
+@pytest.mark.parametrize("rank", ["0", "1"])
+def test_a_stop_while_other_processes_are_awaited_ends_the_waiting(tmp_path: Path, config: Path, rank: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = str(server.getsockname()[1])
+    run = launch(config, tmp_path, WORLD_SIZE="2", RANK=rank, MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
+    run.until(lambda: (tmp_path / "log").exists() and "drafter of 2 layers" in run.log)
+    time.sleep(1)
+    run.kill(signal.SIGTERM)
+    asked = time.monotonic()
+    assert run.wait() == 0, run.log
+    assert time.monotonic() - asked < 5
+
+
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGUSR2, 78), (signal.SIGTERM, 0)])
 def test_a_signal_while_torch_is_imported_does_not_kill(tmp_path: Path, number: int, code: int) -> None:
     # An import hook sends the signal in the first moment of importing torch, which is when `run` needs it.

@@ -115,9 +115,9 @@ class Pipeline:
             workers = self._workers(shared, target_devices, drafter_devices)
             _finish_loading({*target_devices, *drafter_devices})
             trains = not self._hooks.should_stop() or group.processes > 1
-            for worker in workers:
-                worker.start()
             try:
+                for worker in workers:
+                    worker.start()
                 trains = trains and self._prepare(shared, workers, cache, group)
                 if trains:
                     self._listen(shared, workers, group)
@@ -127,9 +127,6 @@ class Pipeline:
                 raise self._end_failed_run(shared, workers, group)
             if not trains:
                 return self._leave(shared, workers)
-            for worker in workers:
-                worker.join()
-            self._pass_on_reports(shared)
             drafter = next(worker for worker in workers if isinstance(worker, DrafterWorker))
             total = self._statistics.total()
             log.info("%s", describe(total))
@@ -261,6 +258,8 @@ class Pipeline:
                 shared.close_rings()
             with contextlib.suppress(queue.Empty):
                 self._hooks.on_step(shared.reports.get(timeout=POLL_SECONDS))
+        if not shared.ending.is_set():
+            self._pass_on_reports(shared)
 
     def _pass_on_reports(self, shared: Shared) -> None:
         with contextlib.suppress(queue.Empty):
@@ -280,7 +279,8 @@ class Pipeline:
         group.peers.tell_failure(worker, cause)
         stuck = self._join(workers)
         self._hand_over_reports_quietly(shared)
-        self._save_unsaved(shared, stuck)
+        if not self._save_unsaved(shared, stuck):
+            stuck.append("checkpoint")
         return PipelineError(worker, cause, later=shared.failures[1:], stuck=stuck)
 
     def _await_explanation(self, shared: Shared, group: Group) -> None:
@@ -301,6 +301,8 @@ class Pipeline:
         """Wait for workers that were told to end; the names of those that did not in time."""
         deadline = time.monotonic() + END_SECONDS
         for thread in workers:
+            if thread.ident is None:  # it could not be started
+                continue
             thread.may_prepare.set()
             patience = SAVE_SECONDS if isinstance(thread, CheckpointWorker) else 0.0
             thread.join(max(0.0, deadline - time.monotonic()) + patience)
@@ -312,13 +314,14 @@ class Pipeline:
         except Exception as error:
             log.warning("reports of the last steps are lost: %s", error)
 
-    def _save_unsaved(self, shared: Shared, stuck: list[str]) -> None:
+    def _save_unsaved(self, shared: Shared, stuck: list[str]) -> bool:
+        """Save what is worth it; False when that did not end in time."""
         if shared.unsaved is None or any(name == "checkpoint" for name, _ in shared.failures):
-            return
+            return True
         state, sums = shared.unsaved
         if "checkpoint" in stuck:  # one writer at a time
             log.warning("no checkpoint of step %d: an earlier one is still being written", state.step)
-            return
+            return True
 
         def save() -> None:
             try:
@@ -330,6 +333,7 @@ class Pipeline:
         thread = threading.Thread(target=save, name="checkpoint", daemon=True)
         thread.start()
         thread.join(SAVE_SECONDS)
+        return not thread.is_alive()
 
 
 class _Tables:

@@ -28,7 +28,7 @@ from trainer.pipeline import supervisor
 from trainer.pipeline.exchange import Collective, ExchangeError
 from trainer.pipeline.queues import Ring
 from trainer.pipeline.types import PipelineError, StepReport, TrainState
-from trainer.pipeline.workers import CheckpointWorker, NonFiniteError, TargetWorker
+from trainer.pipeline.workers import CheckpointWorker, NonFiniteError, TargetWorker, Worker
 from trainer.step import DrafterStep
 
 from . import tiny
@@ -257,6 +257,52 @@ def test_a_failing_hook_ends_the_run_in_its_own_name() -> None:
     failure, _ = fails(on_step=on_step)
     assert failure.worker == "main"
     assert "No space left" in str(failure)
+
+
+def test_a_hook_that_fails_on_the_last_report_fails_as_the_others_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    original = supervisor.Pipeline._listen
+
+    def listen(self: supervisor.Pipeline, shared: Any, workers: list[Any], group: Any) -> None:
+        for worker in workers:
+            worker.join(30)  # every report is left for the time after the workers' end
+        original(self, shared, workers, group)
+
+    def on_step(report: StepReport) -> None:
+        if report.step == 6:
+            raise OSError("metrics: No space left on device")
+
+    monkeypatch.setattr(supervisor.Pipeline, "_listen", listen)
+    recorder = tiny.Recorder()
+    with pytest.raises(PipelineError, match="main failed: OSError: metrics: No space left") as failure:
+        tiny.train(tiny.run_config(), recorder, on_step=on_step)
+    assert failure.value.stuck == []
+    assert [state.step for state in recorder.saved] == [6]
+
+
+def test_a_thread_that_cannot_be_started_ends_those_that_were(monkeypatch: pytest.MonkeyPatch) -> None:
+    error = RuntimeError("can't start new thread")
+    monkeypatch.setattr(Worker, "start", on_call(3, error, Worker.start))
+    failure, _ = fails()
+    assert failure.worker == "main"
+    assert failure.__cause__ is error
+
+
+def test_a_last_checkpoint_that_hangs_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(supervisor, "SAVE_SECONDS", 0.2)
+    let_go = threading.Event()
+
+    def on_step(report: StepReport) -> None:
+        raise Boom("listener broke")
+
+    with pytest.raises(PipelineError) as failure:
+        tiny.train(
+            tiny.run_config(optimizer={"max_steps": 1000}), on_step=on_step, save=lambda state, sums: let_go.wait(30)
+        )
+    assert failure.value.stuck == ["checkpoint"]
+    let_go.set()
+    for thread in threading.enumerate():
+        if thread.name == "checkpoint":
+            thread.join(30)
 
 
 @pytest.mark.parametrize(("owner", "name"), [(DrafterStep, "prepare"), (TargetWorker, "prepare")])
