@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -150,3 +154,27 @@ def test_a_word_that_comes_in_pieces_is_one_word() -> None:
     assert [list(word) for word in words] == [["failure"], ["done"]]
     theirs.close()
     line.close()
+
+
+def test_a_host_that_no_longer_answers_is_given_up() -> None:
+    # In a network of its own, whose loopback then drops every packet: no end of the connection is closed.
+    program = (
+        "import socket, subprocess, time\n"
+        "from trainer.pipeline import peers\n"
+        "peers.PROBES = dict.fromkeys(peers.PROBES, 1)\n"
+        "subprocess.run(['ip', 'link', 'set', 'lo', 'up'], check=True)\n"
+        "server = socket.create_server(('127.0.0.1', 0))\n"
+        "other = socket.create_connection(server.getsockname())\n"
+        "line = peers.Line(server.accept()[0])\n"
+        "time.sleep(3)\n"
+        "assert line.next() is None and line.broken is None, line.broken\n"
+        "rules = 'table ip t { chain c { type filter hook input priority 0; policy drop; }; }'\n"
+        "subprocess.run(['nft', '-f', '-'], input=rules, check=True, text=True)\n"
+        "while line.next() is None and line.broken is None: time.sleep(0.1)\n"
+        "print(line.broken)\n"
+    )
+    if os.geteuid() != 0 or not shutil.which("nft"):
+        pytest.skip("needs root and nft, to take a network away")
+    command = ["unshare", "--net", sys.executable, "-c", program]
+    finished = subprocess.run(command, check=False, capture_output=True, text=True, timeout=40)
+    assert finished.stdout.strip() == "can't be reached any more: Connection timed out", finished.stderr
