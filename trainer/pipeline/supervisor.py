@@ -304,8 +304,9 @@ class Pipeline:
             if thread.ident is None:  # it could not be started
                 continue
             thread.may_prepare.set()
-            patience = SAVE_SECONDS if isinstance(thread, CheckpointWorker) else 0.0
-            thread.join(max(0.0, deadline - time.monotonic()) + patience)
+            thread.join(max(0.0, deadline - time.monotonic()))
+            if thread.saving.is_set():
+                thread.join(SAVE_SECONDS)
         return [thread.name for thread in workers if thread.is_alive()]
 
     def _hand_over_reports_quietly(self, shared: Shared) -> None:

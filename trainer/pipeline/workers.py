@@ -125,6 +125,7 @@ class Worker(threading.Thread):
         self.stream: torch.cuda.Stream | None = None
         self.may_prepare = threading.Event()
         self.prepared = threading.Event()
+        self.saving = threading.Event()  # a state is on its way to a checkpoint: at the end, worth more patience
 
     def run(self) -> None:
         """Prepare, wait for the others, work; hand any exception to the supervisor."""
@@ -418,11 +419,15 @@ class DrafterWorker(Worker):
         self.shared.checkpoints.reserve(self._saved)
         handed_over = self.shared.unsaved = self._state(), self._sums
         self.shared.checkpoints.put(self._saved, handed_over)
+        self.saving.clear()
         self._sums = None
         self._saved += 1
         self._saved_step = self.step
 
     def _state(self) -> TrainState:
+        if self.stream is not None:  # what hangs on the device hangs here, before anyone has patience
+            self.stream.synchronize()
+        self.saving.set()
         weights, moments = self._drafter_step.copy_state()
         return TrainState(self.step, weights, moments)
 
@@ -432,13 +437,14 @@ class DrafterWorker(Worker):
             return
         try:
             state = self._state()
+            if all(bool(torch.isfinite(tensor).all()) for tensor in state.drafter.values()):
+                self.shared.unsaved = state, self._sums
+            else:
+                log.warning("no checkpoint of step %d: the weights are not finite", self.step)
         except Exception as error:  # a lost device
             log.warning("no checkpoint of step %d: %s", self.step, error)
-            return
-        if all(bool(torch.isfinite(tensor).all()) for tensor in state.drafter.values()):
-            self.shared.unsaved = state, self._sums
-        else:
-            log.warning("no checkpoint of step %d: the weights are not finite", self.step)
+        finally:
+            self.saving.clear()
 
     def end(self) -> None:
         self._exchange.close()
@@ -458,7 +464,9 @@ class CheckpointWorker(Worker):
             self.shared.checkpoints.release(count)
 
     def _write(self, item: tuple[TrainState, Tensor | None]) -> None:
+        self.saving.set()
         self._save(*item)
+        self.saving.clear()
         if self.shared.unsaved is item:
             self.shared.unsaved = None
 

@@ -287,6 +287,33 @@ def test_a_thread_that_cannot_be_started_ends_those_that_were(monkeypatch: pytes
     assert failure.__cause__ is error
 
 
+@pytest.mark.parametrize(
+    "every", [4, 1000]
+)  # the checkpoint that is being copied, and the one that the failure asks for
+def test_a_large_state_has_the_time_that_copying_it_takes(every: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(supervisor, "END_SECONDS", 0.2)
+    copying = threading.Event()
+    original = DrafterStep.copy_state
+
+    def copy_state(self: DrafterStep) -> Any:
+        copying.set()
+        time.sleep(1)
+        return original(self)
+
+    def on_step(report: StepReport) -> None:
+        if report.step == 4:
+            assert every > 4 or copying.wait(30)
+            raise Boom("listener broke")
+
+    monkeypatch.setattr(DrafterStep, "copy_state", copy_state)
+    recorder = tiny.Recorder()
+    config = tiny.run_config(optimizer={"max_steps": 1000}, checkpoint={"every": every})
+    with pytest.raises(PipelineError, match="listener broke") as failure:
+        tiny.train(config, recorder, on_step=on_step)
+    assert failure.value.stuck == []
+    assert len(recorder.saved) == 1
+
+
 def test_a_last_checkpoint_that_hangs_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(supervisor, "SAVE_SECONDS", 0.2)
     let_go = threading.Event()
