@@ -384,16 +384,18 @@ class Turn:
         self._stream = stream
         self.mode: Mode = mode if mode != "graph" or device.type == "cuda" else "eager"
         self._note = "" if self.mode == mode else "there are no CUDA graphs on a CPU, so it runs eagerly"
-        self._compiled: list[tuple[str, types.CodeType]] = []
+        self._compiled: list[tuple[str, types.CodeType, bool]] = []
         self._captured: list[str] = []
         self._start = time.monotonic()
         self._before = _Counts.now()
 
-    def compile(self, function: Callable[P, R], *, backend: str = "inductor") -> Callable[P, R]:
+    def compile(self, function: Callable[P, R], *, kinds: bool = False, backend: str = "inductor") -> Callable[P, R]:
         """`function` compiled whole, for one shape, under a code object of its own; in eager mode, `function` itself.
 
         Args:
             function: a plain function or a bound method. A graph break in it is an error.
+            kinds: it is called with arguments of several kinds and shall have a graph for each. Else it shall have one
+                graph, and a second one counts as a recompile.
             backend: torch.compile's; another than Inductor generates no kernels and does not count as compiled fast.
         """
         if self.mode == "eager":
@@ -403,7 +405,7 @@ class Turn:
         compiled = torch.compile(own, fullgraph=True, dynamic=False, backend=backend)
         code = own.__func__.__code__ if isinstance(own, types.MethodType) else own.__code__
         name = f"{function.__qualname__}"
-        self._compiled.append((name, code))
+        self._compiled.append((name, code, kinds))
         worker = self._worker
 
         def call(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -452,8 +454,9 @@ class Turn:
     def report(self) -> CompileReport:
         """What this turn made so far."""
         made = _Counts.now() - self._before
-        entries = [len(torch._C._dynamo.eval_frame._debug_get_cache_entry_list(code)) for _, code in self._compiled]
-        uncompiled = [name for (name, _), count in zip(self._compiled, entries, strict=True) if not count]
+        entries = [len(torch._C._dynamo.eval_frame._debug_get_cache_entry_list(code)) for _, code, _ in self._compiled]
+        counted = list(zip(self._compiled, entries, strict=True))
+        uncompiled = [name for (name, _, _), count in counted if not count]
         return CompileReport(
             worker=self._worker,
             device=str(self._device),
@@ -462,7 +465,7 @@ class Turn:
             graphs=sum(entries),
             kernels=made.kernels,
             graph_breaks=made.graph_breaks,
-            recompiles=sum(count - 1 for count in entries if count),
+            recompiles=sum(count - 1 for (_, _, kinds), count in counted if count and not kinds),
             captured=self._captured,
             # A hit in AOTAutograd's cache loads its Inductor graphs too; where it stands aside, Inductor's own counts.
             cache_hits=made.autograd_hits or made.inductor_hits,

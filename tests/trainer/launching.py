@@ -97,7 +97,7 @@ def launch(
     return Run(process, folder)
 
 
-def write_config(path: Path, target: Path, source: Path, **sections: dict[str, Any]) -> Path:
+def write_config(path: Path, target: Path, source: Path, /, **sections: dict[str, Any]) -> Path:
     """A run of a two-layer drafter on a tiny target, 40 steps of milliseconds, every one in metrics.jsonl."""
     document: dict[str, dict[str, Any]] = {
         "target": {"path": str(target), "dtype": "float32"},

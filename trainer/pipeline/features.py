@@ -63,7 +63,7 @@ class FeatureMaker:
         if not self.target.has_plain_layers:
             turn.discard_compiled("its layers run uncompiled: another library has wrapped them")
             return
-        compiled = turn.compile(decoder_layer)
+        compiled = turn.compile(decoder_layer, kinds=True)
         differences: list[float] = []
 
         def both_ways(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:

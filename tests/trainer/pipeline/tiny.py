@@ -148,7 +148,7 @@ def train(
     return recorder, pipeline.run()
 
 
-def losses_of_this_process(drafters: int, steps: int, path: Path, **pipeline: Any) -> None:
+def losses_of_this_process(drafters: int, steps: int, path: Path, /, **pipeline: Any) -> None:
     """Train as one of several processes, told apart by torchrun's environment variables; write the losses."""
     recorder, _ = train(run_config(drafters=drafters, optimizer={"max_steps": steps}, pipeline=pipeline))
     path.write_text("\n".join(loss.hex() for loss in recorder.losses))
