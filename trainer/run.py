@@ -132,6 +132,7 @@ class Watch:
             on_status=self._on_status,
             on_compiled=self._on_compiled,
             on_step=self._on_step,
+            on_failure=self._expect_the_end,
             should_stop=self._should_stop,
             should_checkpoint=self._signals.take_checkpoint_request,
             save=self._save,
@@ -171,9 +172,13 @@ class Watch:
         self._signals.training = True  # whoever asks will end the run in order
         if not self._signals.stop:
             return False
+        self._expect_the_end()
+        return True
+
+    def _expect_the_end(self) -> None:
+        """No step proves progress from now on: the watchdog must leave the time to save."""
         self._notifier.stopping()
         self._notifier.expect_silence(SILENCE_SECONDS)
-        return True
 
     def _save(self, state: TrainState, sums: Tensor | None) -> None:
         # A run killed between a checkpoint and its step's metrics would resume behind a line that was never written.

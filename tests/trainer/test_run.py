@@ -292,6 +292,35 @@ def test_the_service_manager_hears_of_progress(tmp_path: Path, config: Path, man
     assert periods == ["WATCHDOG_USEC=1800000000", "WATCHDOG_USEC=2000000"]
 
 
+def test_the_service_manager_lets_a_run_that_failed_save(tmp_path: Path, config: Path, manager: socket.socket) -> None:
+    run = launch(
+        config,
+        tmp_path / "run",
+        prepare=a_target_that_breaks,
+        NOTIFY_SOCKET=str(tmp_path / "notify"),
+        WATCHDOG_USEC="2000000",
+    )
+    heard: list[str] = []
+    while heard[-3:] != ["STOPPING=1", "WATCHDOG_USEC=1800000000", "WATCHDOG=1"]:
+        heard.append(manager.recv(4096).decode())
+    assert run.wait() == 1, run.log
+    assert len(run.checkpoints) == 1
+
+
+def a_target_that_breaks() -> None:
+    """In a run's process: its target fails at the sixth row."""
+    from trainer.pipeline.workers import TargetWorker
+
+    rows, original = itertools.count(), TargetWorker._deliver
+
+    def deliver(self: TargetWorker, features: Any, place: Any) -> Any:
+        if next(rows) == 5:
+            raise ValueError("no such row")
+        return original(self, features, place)
+
+    TargetWorker._deliver = deliver  # type: ignore[method-assign]
+
+
 def test_a_stop_before_training_leaves_nothing_and_ends_with_zero(tmp_path: Path, config: Path) -> None:
     run = launch(config, tmp_path / "run")
     run.until(lambda: (run.folder / "log").exists() and "can be trained on" in run.log)

@@ -277,6 +277,10 @@ class Pipeline:
         self._await_explanation(shared, group)
         worker, cause = shared.failures[0]
         group.peers.tell_failure(worker, cause)
+        try:
+            self._hooks.on_failure()
+        except Exception as error:  # the first cause must stay the first
+            log.warning("the end of the run could not be announced: %s", error)
         stuck = self._join(workers)
         self._hand_over_reports_quietly(shared)
         if not self._save_unsaved(shared, stuck):

@@ -60,6 +60,7 @@ class Hooks:
     on_status: Callable[[str], None] = lambda text: None  # "compiling drafter 1/3"
     on_compiled: Callable[[list[dict[str, Any]]], None] = lambda reports: None  # one JSON-able report a worker
     on_step: Callable[[StepReport], None] = lambda report: None
+    on_failure: Callable[[], None] = lambda: None  # no more steps come; a last checkpoint may still take minutes
     should_stop: Callable[[], bool] = lambda: False
     should_checkpoint: Callable[[], bool] = lambda: False
     save: Callable[[TrainState, Tensor | None], None] = lambda state, sums: None
