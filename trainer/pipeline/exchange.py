@@ -27,7 +27,7 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import PrefixStore, ProcessGroupGloo
 from torch.distributed.rendezvous import rendezvous
 
-from trainer.pipeline.peers import Peers
+from trainer.pipeline.peers import PeerError, Peers
 from trainer.pipeline.queues import Closed
 
 TIMEOUT = timedelta(minutes=10)  # of meeting and of a collective; a peer that dies is noticed at once, see `Peers`
@@ -67,12 +67,15 @@ class Group:
 
         Raises:
             ExchangeError: the others can't be met, or are set up otherwise.
+            PeerError: one of them failed, died or did not come.
         """
         if int(os.environ.get("WORLD_SIZE", "1")) == 1:
             return cls(HashStore(), 0, 1, 0, len(local), 0, len(_shared(local)))
         mine = {"drafters": len(local), "ranks": len(_shared(local)), "agreed": dict(agreed)}
         try:
             store, process, processes, peers, everyone = _in_a_thread(lambda: _meet_the_others(mine))
+        except PeerError:
+            raise
         except (ValueError, RuntimeError, OSError) as error:
             raise ExchangeError(
                 f"process {os.environ.get('RANK')} of {os.environ.get('WORLD_SIZE')} could not meet the others at "

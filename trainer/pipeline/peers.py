@@ -99,7 +99,7 @@ class Peers:
         self._lines[f"process 0 on {host}"] = line
         while (welcome := line.next()) is None:
             if line.broken is not None:
-                raise PeerError(f"process 0 on {host} {line.broken}")
+                raise PeerError(f"process 0 on {host} ended while others were awaited")
             if time.monotonic() > deadline:
                 raise PeerError(f"process 0 on {host} did not find the others")
             time.sleep(POLL_SECONDS)

@@ -83,7 +83,8 @@ class Pipeline:
         """Train to the end, or until `Hooks.should_stop`.
 
         Raises:
-            PipelineError: a worker failed; its first cause is `__cause__`.
+            PipelineError: a worker or another process failed; its first cause is `__cause__`.
+            ExchangeError: the run's other processes can't be met, or are set up otherwise.
             PipelineConfigError: the configuration cannot be run; before anything started.
         """
         config = self._config
@@ -93,7 +94,11 @@ class Pipeline:
             raise PipelineConfigError("pipeline.targets and pipeline.drafters need at least one device each")
         if len({device.type for device in (*target_devices, *drafter_devices)}) > 1:
             raise PipelineConfigError("pipeline.targets and pipeline.drafters mix CPUs and CUDA GPUs: use one kind")
-        with Group.join(drafter_devices, self._agreed()) as group:
+        try:
+            joined = Group.join(drafter_devices, self._agreed())
+        except PeerError as error:
+            raise PipelineError("another process", error, later=[], stuck=[]) from error
+        with joined as group:
             return self._run(group, target_devices, drafter_devices)
 
     def _run(self, group: Group, target_devices: list[torch.device], drafter_devices: list[torch.device]) -> Outcome:

@@ -19,6 +19,9 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from tests.trainer.launching import CONTEXT
 from trainer.pipeline.exchange import Alone, Exchange, ExchangeError, Group, Meeting, SharedDevice, _Room
 from trainer.pipeline.queues import Closed
+from trainer.pipeline.types import PipelineError
+
+from . import tiny
 
 CPU = torch.device("cpu")
 ROOT = Path(__file__).parents[3]
@@ -209,6 +212,18 @@ def test_processes_that_torchrun_starts_anew_find_each_other_though_its_store_re
         for process in processes:
             process.join(60)
         assert [process.exitcode for process in processes] == [0, 0]
+
+
+def test_a_process_that_does_not_come_to_the_meeting_is_a_failure_and_no_wrong_input(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("trainer.pipeline.exchange.TIMEOUT", timedelta(seconds=1))
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    for name, value in (("RANK", "0"), ("WORLD_SIZE", "2"), ("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", store.port)):
+        monkeypatch.setenv(name, str(value))
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    with pytest.raises(PipelineError, match="another process failed: PeerError: process 1 did not come"):
+        tiny.train(tiny.run_config())
 
 
 def test_a_meeting_point_that_nobody_serves_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
