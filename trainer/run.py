@@ -267,9 +267,7 @@ def warn_of_changes(start: Checkpoint, settings: RunConfig, source: RowSource) -
 
 
 def report_failure(error: PipelineError) -> None:
-    """End the log with the first cause. Workers have logged their own failures, with tracebacks, as they happened."""
-    if error.worker == "main":  # a hook
-        logger.error("main failed", exc_info=error.__cause__)
+    """End the log with the first cause. All failures were logged as they happened, with tracebacks."""
     if error.stuck:
         logger.error("did not end in time: %s; their stacks:", ", ".join(error.stuck))
         faulthandler.dump_traceback()

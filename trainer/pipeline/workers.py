@@ -93,7 +93,10 @@ class Shared:
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def fail(self, worker: str, error: BaseException) -> None:
-        """Note a worker's failure and end the run: everyone who waits, or will, gets `Closed`."""
+        """Log and note a failure, and end the run: everyone who waits, or will, gets `Closed`."""
+        # The end of another process breaks the exchange first and is known a moment later: it is to be the error.
+        level = logging.WARNING if isinstance(error, ExchangeError) else logging.ERROR
+        log.log(level, "%s failed", worker, exc_info=error)
         with self._lock:
             self.failures.append((worker, error))
         self.end()
@@ -141,9 +144,6 @@ class Worker(threading.Thread):
         except Closed:
             pass
         except BaseException as error:
-            # The end of another process breaks the exchange first and is known a moment later: it is to be the error.
-            level = logging.WARNING if isinstance(error, ExchangeError) else logging.ERROR
-            log.log(level, "%s failed", self.name, exc_info=error)
             self.shared.fail(self.name, error)
         finally:
             self.prepared.set()
