@@ -310,9 +310,10 @@ class Pipeline:
         """Wait for workers that were told to end; the names of those that did not in time."""
         deadline = time.monotonic() + END_SECONDS
         for thread in workers:
+            thread.may_prepare.set()
+        for thread in workers:
             if thread.ident is None:  # it could not be started
                 continue
-            thread.may_prepare.set()
             thread.join(max(0.0, deadline - time.monotonic()))
             if thread.saving.is_set():
                 thread.join(SAVE_SECONDS)
