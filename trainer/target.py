@@ -4,7 +4,9 @@ A `Target` is the frozen decoder of any decoder-only causal LM of transformers: 
 tapped by forward hooks, without its head. Two ways lead through it, and both keep the documents of a row apart:
 
 * *packed*: the row is one sequence and attention is kept within documents, on CUDA by the variable-length flash kernel
-  that comes with torch, elsewhere by transformers' own masks for restarting position ids;
+  that comes with torch, elsewhere by transformers' own masks for restarting position ids. Linear attention and
+  convolutions can go this way where transformers finds kernels for them that reset their state (flash-linear-attention
+  and causal-conv1d);
 * *unpacked*: the documents are the right-padded entries of a few batches. Causal models never look at what stands to
   the right, whatever they are made of: this way is right for linear attention, convolutions and anything else that
   carries state along the sequence.
@@ -101,6 +103,11 @@ class TargetInputs:
         self.position_ids.copy_(other.position_ids, non_blocking=True)
         self.boundaries.copy_(other.boundaries, non_blocking=True)
 
+    def numbers(self) -> Tensor:
+        """[1, S] int32: the piece that each token belongs to, as the kernels of convolutions want to be told."""
+        places = torch.arange(self.input_ids.shape[1], device=self.boundaries.device)
+        return (torch.searchsorted(self.boundaries, places, right=True, out_int32=True) - 1)[None]
+
     def to(self, device: torch.device) -> TargetInputs:
         """The same on a device."""
         return TargetInputs(
@@ -160,6 +167,8 @@ class Target:
         """[V, H] on the target's device"""
         self.head: Tensor = self.embedding if tied else output.weight.detach().to("cpu")
         """[V, H]; the embedding where they are tied, else left on the CPU: only drafters use it"""
+        kinds = set(getattr(self.config, "layer_types", None) or ())
+        self._carries_state = bool(kinds - {"full_attention", "sliding_attention"})
         self._layers = [(layer, layer.forward) for layer in layers]
         self._taps: dict[int, Tensor] = {}
         for number in set(self.layer_ids):
@@ -246,6 +255,8 @@ class Target:
                 "max_length_q": inputs.longest,
                 "max_length_k": inputs.longest,
             }
+            if self._carries_state:
+                extra["seq_idx"] = inputs.numbers()
         output = self._decoder(input_ids=inputs.input_ids, position_ids=inputs.position_ids, use_cache=False, **extra)
         states = torch.cat([self._taps[number] for number in self.layer_ids], dim=-1)
         self._taps.clear()

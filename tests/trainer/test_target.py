@@ -17,7 +17,7 @@ from trainer.config import DrafterSection, TargetConfig
 from trainer.data import Documents, Row, RowShape, RowSource
 from trainer.drafter.config import DrafterConfig
 from trainer.pipeline.features import FeatureMaker
-from trainer.target import Target, TargetError, TargetInputs, decoder_layer, load_model
+from trainer.target import VARLEN, Target, TargetError, TargetInputs, decoder_layer, load_model
 
 VOCAB, HIDDEN = 97, 64
 COMMON: dict[str, Any] = {
@@ -415,6 +415,31 @@ def test_layers_that_another_library_has_wrapped_are_left_alone(rows: RowSource)
     maker.prepare(turn)
     assert "another library has wrapped them" in turn.report().note
     torch.testing.assert_close(maker.make(rows.row(0)).hidden, expected)
+
+
+@pytest.mark.parametrize(("family", "told"), [("qwen3_5_text", True), ("lfm2", True), ("qwen3", False)])
+def test_layers_that_carry_state_are_told_which_document_a_token_belongs_to(
+    family: str, told: bool, row: Row, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = Target(build(config_of(family)), TAPS, "cpu")
+    given: dict[str, Any] = {}
+
+    def decoder(**arguments: Any) -> Any:
+        given.update(arguments)
+        raise TargetError("seen")
+
+    monkeypatch.setattr(target._decoder.config, "_attn_implementation", VARLEN)
+    monkeypatch.setattr(target._decoder, "forward", decoder)
+    inputs = TargetInputs.of(row, RowShape(tokens=128, anchors=16, documents=7, longest=40))
+    with pytest.raises(TargetError, match="seen"):
+        target.forward(inputs)
+    assert ("seq_idx" in given) == told
+    numbers = inputs.numbers()
+    assert numbers.shape == (1, 128)
+    assert numbers.dtype == torch.int32
+    for number, document in enumerate(documents_of(row)):
+        assert set(numbers[0, document].tolist()) == {number}
+    assert numbers[0, 94:].min() == 5
 
 
 def test_layers_that_do_not_exist_are_refused_by_name() -> None:
