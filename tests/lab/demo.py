@@ -42,6 +42,7 @@ def main() -> int:
 
 def show_the_main_job() -> int:
     run = time.strftime("demo-%Y%m%d-%H%M%S")
+    shutil.rmtree(PULLED, ignore_errors=True)  # of the demo before
     dflash("launch", "demo", "--run", run, "--wait", "step")
     dflash("status")
     watch_log(run)
@@ -49,7 +50,6 @@ def show_the_main_job() -> int:
     dflash("kill", run, "-y")
     dflash("status", run)
     losses = read_losses(PULLED / run / "metrics.jsonl")
-    shutil.rmtree(PULLED)
     first, last = sum(losses[:5]) / 5, sum(losses[-5:]) / 5
     fell = len(losses) >= 20 and last < first
     verdict = "fell" if fell else "did NOT fall"
