@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterator
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict
 
 from dflash_ops.document import Document, Printable
 from dflash_ops.environment import interpreter
@@ -15,9 +15,9 @@ from dflash_ops.facts import Cache, DiskFacts, Facts, Imported, Python, System, 
 from dflash_ops.inventory import TargetEntry
 from dflash_ops.probes.gpu import GpuDevices, GpuNone, GpuUnknown
 from dflash_ops.release import Release, pack, trainer_source
-from dflash_ops.session import Session
+from dflash_ops.session import Session, parsed
 from dflash_ops.text import age, size, visible
-from dflash_ops.transport.base import TransportError
+from dflash_ops.transport.base import NoPython, TransportError
 
 Level = Literal["ok", "warn", "fail", "unknown"]
 _MIN_SYSTEMD = 240
@@ -108,23 +108,25 @@ def _lines(session: Session, environment: str | None) -> Iterator[Line]:
     entry = session.inventory.targets[session.target_name]
     node: Node | None = None
     if entry.container is not None:
+        begin = time.monotonic()
         try:
-            begin = time.monotonic()
             node = _ask_node(session, entry)
-            yield ok("ssh", f"{entry.host} answers ({time.monotonic() - begin:.1f} s with its own look-up)")
+        except NoPython:  # said by the host's own shell, so ssh is well; all else came before the host answered
+            pass
         except DflashError as error:
             yield fail("ssh", error.message, error.hint or None)
             return
-        if isinstance(node, Node):
+        yield ok("ssh", f"{entry.host} answers ({time.monotonic() - begin:.1f} s with its own look-up)")
+        if node is not None:
             yield from node_lines(node, entry)
         else:
             yield unknown("node", "it has no python3 to look with", "not needed: only the container needs one")
     yield from _facts_lines(session, environment, node)
 
 
-def _ask_node(session: Session, entry: TargetEntry) -> Node | None:
-    """None when the host has no Python of its own."""
-    from dflash_ops.transport.base import Misconfigured, Program
+def _ask_node(session: Session, entry: TargetEntry) -> Node:
+    """Raises NoPython when the host has none of its own, other DflashErrors when it was not reached."""
+    from dflash_ops.transport.base import Program
     from dflash_ops.transport.framed import FramedTransport
     from dflash_ops.transport.program import BOOTSTRAP
     from dflash_ops.transport.ssh import SshHost
@@ -133,9 +135,7 @@ def _ask_node(session: Session, entry: TargetEntry) -> Node | None:
     transport = FramedTransport(SshHost(entry.host, session.inventory), BOOTSTRAP, lambda text, status: None)
     try:
         request = {"container": entry.container, "sudo": host.sudo}
-        return Node.model_validate(transport.run(Program("node"), request, deadline=60).value)
-    except (Misconfigured, ValidationError):
-        return None
+        return parsed(Node, transport.run(Program("node"), request, deadline=60).value)
     finally:
         transport.close()
 

@@ -13,7 +13,7 @@ from dflash_ops.live import lasting
 from dflash_ops.run import check_run_name
 from dflash_ops.session import Session
 from dflash_ops.text import age
-from dflash_ops.transport.base import TransportError
+from dflash_ops.transport.base import Unanswered, Unreachable
 
 if TYPE_CHECKING:
     from dflash_ops.report import Status
@@ -38,7 +38,7 @@ def status(session: Session, run: str | None, meanwhile: Callable[[], object] | 
 
     try:
         reply = session.call("probe", {"run": run, "lines": LOG_LINES}, deadline=30, meanwhile=work)
-    except TransportError as error:
+    except (Unreachable, Unanswered) as error:  # others need something set up first: what was seen is no comfort then
         from dflash_ops.seen import last_seen
 
         seen = last_seen(session.inventory.path, session.target_name, run)

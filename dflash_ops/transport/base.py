@@ -109,6 +109,10 @@ class Misconfigured(TransportError):
         super().__init__(Exit.CONFIGURATION, message, hint, detail=detail)
 
 
+class NoPython(Misconfigured):
+    """There is a shell and nothing that runs the program."""
+
+
 class BadAnswer(TransportError):
     """What came back is not what a remote program sends: giant, malformed, or not for us."""
 

@@ -10,7 +10,7 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-from dflash_ops.transport.base import BadAnswer, Misconfigured
+from dflash_ops.transport.base import BadAnswer, NoPython
 
 MARK = b"@@DFLASH "
 MAX_FRAME = 8 * 1024 * 1024
@@ -38,7 +38,7 @@ class FrameDecoder:
         self.noise_tail = b""  # the last noise, for error messages
 
     def feed(self, data: bytes) -> Iterator[Parsed]:
-        """Raises BadAnswer when the other side breaks the rules, Misconfigured when it has no Python."""
+        """Raises BadAnswer when the other side breaks the rules, NoPython when it has no Python."""
         self._fed += len(data)
         if self._limit is not None and self._fed > self._limit:
             raise BadAnswer(f"the container sent an answer of more than {self._limit >> 20} MiB; it was refused")
@@ -97,7 +97,7 @@ class FrameDecoder:
     def _parse(body: bytes) -> tuple[str, dict[str, Any], int | None]:
         """Kind, value, and how many bytes follow."""
         if body.strip() == b"no-python3":
-            raise Misconfigured(
+            raise NoPython(
                 "there is no python3 (3.8 or newer) in the container",
                 "install it there, e.g. `apt-get install python3` inside the container",
             )

@@ -65,6 +65,10 @@ class UnknownKey:
         return "SHA256:" + base64.b64encode(digest).decode().rstrip("=")
 
 
+class _NoKeyFile(Misconfigured):
+    """A host that a command raises has none while it is down."""
+
+
 Accept = Callable[[UnknownKey], bool]
 
 
@@ -116,9 +120,13 @@ class SshHost:
         gateway: Connection | None = None
         hops = [*self._hops(), (self.name, self._entry)]
         for name, entry in hops:
-            connection = self._build(name, entry, gateway)
-            self._connections.append(connection)
-            self._open(name, entry, connection)
+            try:
+                connection = self._build(name, entry, gateway)
+                self._connections.append(connection)
+                self._open(name, entry, connection)
+            except (Unreachable, _NoKeyFile) as error:
+                error.hint = entry.cure or error.hint
+                raise
             gateway = connection
         assert gateway is not None
         transport = gateway.transport
@@ -178,7 +186,7 @@ class SshHost:
         if entry.identity is not None:
             identity = self._inventory.resolve(entry.identity)
             if not identity.is_file():
-                raise Misconfigured(
+                raise _NoKeyFile(
                     f"the key file {identity} of host {name} does not exist",
                     f"correct `identity` of host {name}, or create one with `ssh-keygen -t ed25519 -f {identity}`",
                 )

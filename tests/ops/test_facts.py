@@ -16,14 +16,16 @@ from typing import Any
 import pytest
 
 from dflash_ops.diff import compare_code, compare_facts, compare_specs, diff, flat
-from dflash_ops.doctor import Line, Node, gpu_lines, node_lines, python_lines, release_line, system_lines
+from dflash_ops.doctor import Line, Node, doctor, gpu_lines, node_lines, python_lines, release_line, system_lines
 from dflash_ops.errors import ConfigurationError
 from dflash_ops.facts import Facts, read_facts
-from dflash_ops.inventory import TargetEntry
+from dflash_ops.inventory import Inventory, TargetEntry
 from dflash_ops.release import Release, ReleaseFile
 from dflash_ops.remote import facts as remote_facts
 from dflash_ops.remote import gpu as remote_gpu
-from dflash_ops.session import Session
+from dflash_ops.session import Session, open_session
+from dflash_ops.transport.base import Misconfigured, NoPython, Unreachable
+from dflash_ops.transport.fake import FakeTransport
 from tests.ops.evidence import spec
 from tests.ops.inprocess import InProcess
 
@@ -349,6 +351,40 @@ def test_a_trainer_edited_in_the_container_is_named() -> None:
     edited = {"path": "/r", "files": {"trainer/a.py": "11", "trainer/b.py": "99"}}
     line = release_line(given(release=edited), release)
     assert (line.level, "trainer/b.py" in line.text) == ("fail", True)
+
+
+def ssh_lines(folder: Path, monkeypatch: pytest.MonkeyPatch, answers: list[Any], **entry: Any) -> list[Line]:
+    """What doctor says of a host; `answers`: of the host, then of the container. An empty list connects for real."""
+    given = {"hosts": {"main": {"address": "127.0.0.1", "port": 1, "ssh_config": "/dev/null", **entry}}}
+    targets = {"far": {"host": "main", "container": 200}}
+    inventory = Inventory.model_validate({"path": folder / "inventory.yaml", **given, "targets": targets})
+    if answers:
+        transport = FakeTransport({"node": answers[:1], "facts": answers[1:]})
+        monkeypatch.setattr("dflash_ops.transport.framed.FramedTransport", lambda *_: transport)
+    return list(doctor(open_session(inventory, "far"), None).lines)
+
+
+def test_a_key_file_that_is_not_there_is_no_host_that_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (line,) = ssh_lines(tmp_path, monkeypatch, [], identity=str(tmp_path / "none"))
+    assert (line.topic, line.level) == ("ssh", "fail")
+    assert "does not exist" in line.text
+    assert "ssh-keygen" in str(line.cure)
+
+
+def test_a_host_that_is_raised_by_a_command_names_it_when_it_is_down(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for entry in ({"identity": str(tmp_path / "none")}, {}):
+        (line,) = ssh_lines(tmp_path, monkeypatch, [], cure="`make lab-up` raises it", **entry)
+        assert (line.level, line.cure) == ("fail", "`make lab-up` raises it")
+
+
+def test_only_a_host_without_python_is_passed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    down = Unreachable("the container is stopped")
+    seen = levels(ssh_lines(tmp_path, monkeypatch, [NoPython("there is no python3"), down]))
+    assert (seen["ssh"], seen["node"], seen["container"]) == ("ok", "unknown", "fail")
+    (line,) = ssh_lines(tmp_path, monkeypatch, [Misconfigured("something else"), down])
+    assert (line.topic, line.level) == ("ssh", "fail")
 
 
 # ---- diff --------------------------------------------------------------------------------------------------

@@ -28,7 +28,7 @@ from dflash_ops.runs import runs
 from dflash_ops.seen import last_seen
 from dflash_ops.session import Session
 from dflash_ops.status import status, watch
-from dflash_ops.transport.base import BadAnswer, RemoteRefusal, Unreachable
+from dflash_ops.transport.base import BadAnswer, Misconfigured, RemoteRefusal, Unreachable
 from dflash_ops.transport.fake import FakeTransport
 from dflash_ops.wait import WaitOptions, wait
 from tests.ops.evidence import BOOT, INVENTORY, INVOCATION
@@ -236,6 +236,10 @@ def test_an_unreachable_container_is_told_with_what_was_last_known(container: Co
     with pytest.raises(Unreachable) as caught:
         status(down, None)
     assert caught.value.hint == "is it on?; r1 was running when last seen, 0s ago"
+    missing = Session(INVENTORY, "lab", FakeTransport({"probe": [Misconfigured("no key file", "make one")]}))
+    with pytest.raises(Misconfigured) as unset:
+        status(missing, None)
+    assert unset.value.hint == "make one"  # nothing was asked: what was seen before is no comfort
 
 
 def test_targets_of_one_name_in_two_inventories_are_not_mixed_up(container: Container, tmp_path: Path) -> None:
