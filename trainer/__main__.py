@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import logging
+import os
 import sys
 import threading
 import time
@@ -67,8 +68,20 @@ def configure_logging(debug: bool) -> None:
     handler.setFormatter(_Formatter(debug))
     logging.basicConfig(level=logging.DEBUG if debug else logging.INFO, handlers=[handler], force=True)
     logging.captureWarnings(True)
-    for chatty in ("torch", "transformers", "httpx", "urllib3", "matplotlib", "filelock", "fsspec", "py.warnings"):
+    for chatty in (
+        "torch",
+        "transformers",
+        "httpx",
+        "httpx2",
+        "urllib3",
+        "matplotlib",
+        "filelock",
+        "fsspec",
+        "py.warnings",
+    ):
         logging.getLogger(chatty).setLevel(logging.WARNING)
+    # The hub's library sets its own level when it is imported, and prints each line a second time.
+    os.environ.setdefault("HF_HUB_VERBOSITY", "debug" if debug else "error")
 
 
 class _Formatter(logging.Formatter):

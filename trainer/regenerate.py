@@ -26,7 +26,8 @@ from trainer.config import RunConfig, load
 from trainer.data.chat import RefusedChatError, read_template
 from trainer.data.documents import DataError
 from trainer.data.progress import progress
-from trainer.data.prompts import PACKAGES, Prompt, prompt_tokens, read_prompts
+from trainer.data.prompts import Prompt, prompt_tokens, read_prompts
+from trainer.inputs import PACKAGES, require_prompts, require_target
 from trainer.target import load_model, load_tokenizer, stop_tokens
 
 _log = logging.getLogger(__name__)
@@ -305,6 +306,8 @@ def main(arguments: list[str] | None = None) -> int:
         options.seed,
     )
     config = load(options.config, options.set)
+    require_target(config.target)
+    require_prompts(options.prompts)
     written = regenerate(
         config, options.prompts, options.output, sampling, batch_size=options.batch_size, limit=options.limit
     )

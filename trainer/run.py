@@ -22,17 +22,18 @@ from torch import Tensor
 
 from trainer import checkpoint, config
 from trainer.checkpoint import Checkpoint, CheckpointError
-from trainer.config import RunConfig, TargetConfig
+from trainer.config import RunConfig
 from trainer.data import RowSource
 from trainer.data.dataset import open_rows
 from trainer.drafter.config import DrafterConfig
 from trainer.drafter.released import read_drafter
+from trainer.inputs import require_run
 from trainer.notify import Notifier
 from trainer.optim import build_optimizer
 from trainer.pipeline.supervisor import Pipeline
 from trainer.pipeline.types import Hooks, PipelineError, StepReport, TrainState
 from trainer.signals import Signals
-from trainer.target import load_tokenizer
+from trainer.target import load_model_config, load_tokenizer
 from trainer.telemetry import Telemetry, checkpoint_metrics, pool, status_line
 
 logger = logging.getLogger(__name__)
@@ -52,12 +53,12 @@ def run(config_path: Path, run_dir: Path, overrides: Sequence[str], resume_from:
     settings = config.load(config_path, overrides)
     if not sys.stderr.isatty():
         transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-    run_dir.mkdir(parents=True, exist_ok=True)
+    require_run(settings)
     start = find_start(run_dir, resume_from)
 
     notifier.status("reading data")
     source = open_rows(settings.data, settings.target)
-    target_config, tokenizer = load_target_config(settings.target), load_tokenizer(settings.target)
+    target_config, tokenizer = load_model_config(settings.target), load_tokenizer(settings.target)
     drafter_config = DrafterConfig.from_section(settings.drafter, target_config, tokenizer)
     logger.info(
         "drafter of %d layers, blocks of %d, reading layers %s of %s; rows %s",
@@ -74,6 +75,7 @@ def run(config_path: Path, run_dir: Path, overrides: Sequence[str], resume_from:
     step = start.step if start else 0
     telemetry = None
     if os.environ.get("RANK", "0") == "0":  # of several processes, the first one writes
+        run_dir.mkdir(parents=True, exist_ok=True)  # not before, so that a start that fails leaves nothing behind
         telemetry = Telemetry(run_dir, settings.telemetry, settings.model_dump(mode="json"), step)
     if start is not None:
         logger.info("resuming from step %d: %s", step, start.path)
@@ -272,9 +274,3 @@ def report_failure(error: PipelineError) -> None:
         logger.error("did not end in time: %s; their stacks:", ", ".join(error.stuck))
         faulthandler.dump_traceback()
     logger.error("run failed: %s", error)
-
-
-def load_target_config(target: TargetConfig) -> Any:
-    """The target's transformers configuration, without its weights."""
-    options = {"gguf_file": target.gguf_file} if target.gguf_file is not None else {}
-    return transformers.AutoConfig.from_pretrained(target.path, trust_remote_code=target.trust_remote_code, **options)

@@ -22,6 +22,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -31,6 +32,7 @@ from transformers import AttentionInterface
 
 from trainer.config import TargetConfig
 from trainer.data.rows import Row, RowShape
+from trainer.inputs import hub_answers, is_hub_name, require_target
 
 _log = logging.getLogger(__name__)
 
@@ -365,42 +367,56 @@ def load_model(config: TargetConfig, device: torch.device | str) -> Any:
     """The transformers model of a config, on `device`, for inference.
 
     Raises:
-        TargetError: it cannot be loaded; says why.
+        TargetError, InputError: it cannot be loaded; says why.
     """
     from transformers import AutoModelForCausalLM
 
     device = torch.device(device)
-    options: dict[str, Any] = {
-        "dtype": getattr(torch, config.dtype),
-        "trust_remote_code": config.trust_remote_code,
-    }
-    if config.gguf_file is not None:
-        options["gguf_file"] = config.gguf_file
+    options: dict[str, Any] = {"dtype": getattr(torch, config.dtype)}
     if config.attention != "auto":
         options["attn_implementation"] = config.attention
     if device.type == "cuda":
         options["device_map"] = {"": device}
-    try:
-        model = AutoModelForCausalLM.from_pretrained(config.path, **options)
-    except (OSError, ValueError, ImportError) as error:
-        raise TargetError(f"target {config.path} cannot be loaded: {str(error).strip().splitlines()[0]}") from error
-    return model
+    return _from_pretrained(AutoModelForCausalLM, "the target", config, **options)
+
+
+def load_model_config(config: TargetConfig) -> Any:
+    """The target's transformers configuration, without its weights.
+
+    Raises:
+        TargetError, InputError: it cannot be loaded; says why.
+    """
+    from transformers import AutoConfig
+
+    return _from_pretrained(AutoConfig, "the configuration of the target", config)
 
 
 def load_tokenizer(config: TargetConfig) -> Any:
     """The target's tokenizer.
 
     Raises:
-        TargetError: it cannot be loaded; says why.
+        TargetError, InputError: it cannot be loaded; says why.
     """
     from transformers import AutoTokenizer
 
-    options = {"gguf_file": config.gguf_file} if config.gguf_file is not None else {}
+    return _from_pretrained(AutoTokenizer, "the tokenizer of the target", config)
+
+
+def _from_pretrained(kind: Any, what: str, config: TargetConfig, **options: Any) -> Any:
+    require_target(config)
+    if config.gguf_file is not None:
+        options["gguf_file"] = config.gguf_file
+    unreachable = is_hub_name(config.path) and not hub_answers()
+    if unreachable:  # what was fetched before can be had all the same
+        options["local_files_only"] = True
     try:
-        return AutoTokenizer.from_pretrained(config.path, trust_remote_code=config.trust_remote_code, **options)
+        return kind.from_pretrained(config.path, trust_remote_code=config.trust_remote_code, **options)
     except (OSError, ValueError, ImportError) as error:
-        reason = str(error).strip().splitlines()[0]
-        raise TargetError(f"the tokenizer of {config.path} cannot be loaded: {reason}") from error
+        if unreachable:
+            raise TargetError(
+                f"target.path: there is no folder {config.path} in {Path.cwd()}, and the model hub does not answer"
+            ) from error
+        raise TargetError(f"{what} {config.path} cannot be loaded: {str(error).strip().splitlines()[0]}") from error
 
 
 def stop_tokens(model: Any, tokenizer: Any) -> frozenset[int]:

@@ -19,6 +19,7 @@ from trainer.compilation import CompilationError, CompileCache, CompilePhase, Co
 from trainer.config import RunConfig, load
 from trainer.data.rows import RowShape
 from trainer.drafter.config import DrafterConfig
+from trainer.inputs import require_run
 from trainer.pipeline.features import FeatureMaker
 from trainer.pipeline.threads import in_worker_thread
 from trainer.step import DrafterStep
@@ -30,8 +31,7 @@ logger = logging.getLogger(__name__)
 def main(arguments: Sequence[str]) -> int:
     """Fill the cache of a configuration."""
     from trainer.data.dataset import open_rows
-    from trainer.run import load_target_config
-    from trainer.target import load_tokenizer
+    from trainer.target import load_model_config, load_tokenizer
 
     parser = argparse.ArgumentParser(prog="python -m trainer warmup", description=__doc__.split("\n")[0])
     parser.add_argument("config", type=Path, help="the run's YAML file")
@@ -41,8 +41,9 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--set", nargs="+", action="extend", default=[], metavar="KEY=VALUE", help="change fields")
     options = parser.parse_args(arguments)
     config = load(options.config, options.set)
+    require_run(config)
     tokenizer = load_tokenizer(config.target)
-    drafter = DrafterConfig.from_section(config.drafter, load_target_config(config.target), tokenizer)
+    drafter = DrafterConfig.from_section(config.drafter, load_model_config(config.target), tokenizer)
     shape = open_rows(config.data, config.target).shape
     warm_up(config, drafter, shape, options.devices or config.pipeline.drafters)
     return 0

