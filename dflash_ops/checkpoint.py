@@ -10,6 +10,7 @@ from dflash_ops.document import Document
 from dflash_ops.probes.snapshot import Checkpoint
 from dflash_ops.run import RunName, check_run_name
 from dflash_ops.session import Session
+from dflash_ops.text import visible
 from dflash_ops.transport.base import BadAnswer
 
 
@@ -29,7 +30,9 @@ def checkpoint(session: Session, run: str | None, timeout: float) -> Saved:
     answer: dict[str, Any] = {}
     for frame in session.stream("checkpoint", {"run": run, "timeout": timeout}):
         if frame.kind == "event":
-            session.say(f"asked {frame.value.get('run')} to save")
+            asked = visible(str(frame.value.get("run")), 80)
+            session.say(f"asked {asked} to save")
+            session.so_far = f"{asked} was asked to save and does so; `dflash status {asked}` shows what it saved"
         answer = frame.value
     try:
         return Saved.model_validate(answer)

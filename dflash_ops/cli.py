@@ -11,7 +11,7 @@ from io import TextIOWrapper
 from math import isfinite
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 from typer.core import TyperGroup
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class Verbs(TyperGroup):
-    """All verbs; one whose reader has enough ends quietly, where click would make it exit code 1."""
+    """All verbs; click makes of a reader that has enough, and of Ctrl-C, what no exit code of ours says."""
 
     def invoke(self, ctx: Any) -> Any:
         """See click."""
@@ -34,6 +34,17 @@ class Verbs(TyperGroup):
             return super().invoke(ctx)
         except BrokenPipeError:
             _no_reader()
+        except (KeyboardInterrupt, typer.Abort) as error:
+            done = Common.session.so_far if Common.session is not None else "nothing was changed"
+            raise DflashError(Exit.INTERRUPTED, f"interrupted: {done}") from error
+
+
+class CommandEnded(Exception):
+    """The command of `exec` ended with this status: the only exit code that is not one of `Exit`."""
+
+    def __init__(self, status: int) -> None:
+        super().__init__(status)
+        self.status = status
 
 
 app = typer.Typer(
@@ -46,12 +57,25 @@ app = typer.Typer(
 )
 
 
+# Typer has click's exceptions under another name in each of its versions.
+CLICK_USAGE: Any = typer.BadParameter.__base__
+
+
 class Common:
     """Options of the whole command line; they may stand before the verb."""
 
     debug = False
     inventory: Path | None = None
     json = False  # set by a verb's --json, so that errors are JSON as well
+    session: "Session | None" = None  # the verb's, which knows what Ctrl-C leaves behind
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        from importlib.metadata import version
+
+        print(f"dflash {version('dflash-ops')}")
+        raise typer.Exit(Exit.OK)
 
 
 @app.callback()
@@ -60,10 +84,14 @@ def _common(
         Path | None, typer.Option("--inventory", help="Default: $DFLASH_INVENTORY, ./inventory.yaml")
     ] = None,
     debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks and what remote programs said")] = False,
+    version: Annotated[
+        bool, typer.Option("--version", help="Show it and exit", is_eager=True, callback=_version)
+    ] = False,
 ) -> None:
     Common.inventory = inventory
     Common.debug = debug
     Common.json = False
+    Common.session = None
 
 
 def _known(what: Literal["targets", "jobs", "hosts", "environments"]) -> Callable[[str], list[str]]:
@@ -103,7 +131,7 @@ def _finite(value: float | None) -> float | None:
 
 TargetOption = Annotated[
     str | None,
-    typer.Option("--target", "-t", help="Target of the inventory", metavar="NAME", autocompletion=_known("targets")),
+    typer.Option("--target", "-t", help="Default: the inventory's", metavar="NAME", autocompletion=_known("targets")),
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="One JSON document on stdout, nothing else there")]
 
@@ -114,7 +142,8 @@ def session(target: str | None, *, json: bool = False) -> "Session":
     from dflash_ops.session import open_session
 
     Common.json = json
-    return open_session(load_inventory(Common.inventory), target)
+    Common.session = open_session(load_inventory(Common.inventory), target)
+    return Common.session
 
 
 def show(model: "BaseModel", *, json: bool, render: Callable[[Any], None]) -> None:
@@ -127,7 +156,7 @@ def show(model: "BaseModel", *, json: bool, render: Callable[[Any], None]) -> No
 
 RunArgument = Annotated[
     str | None,
-    typer.Argument(help="Default: the newest run of the target", metavar="[RUN]", autocompletion=_known_runs),
+    typer.Argument(help="Default: the newest run of the target", metavar="RUN", autocompletion=_known_runs),
 ]
 
 
@@ -135,7 +164,7 @@ RunArgument = Annotated[
 def launch(
     job: Annotated[
         str | None,
-        typer.Argument(help="Default: the inventory's default job", metavar="[JOB]", autocompletion=_known("jobs")),
+        typer.Argument(help="Default: the inventory's default job", metavar="JOB", autocompletion=_known("jobs")),
     ] = None,
     run: Annotated[str | None, typer.Option("--run", help="Name of the run; default: job and time")] = None,
     target: TargetOption = None,
@@ -143,10 +172,17 @@ def launch(
         list[str] | None, typer.Option("--set", help="Of the trainer's configuration, as optimizer.lr=1e-4")
     ] = None,
     wait: Annotated[
-        Literal["none", "started", "step"] | None, typer.Option("--wait", help="What must be true before it returns")
+        Literal["none", "started", "step"] | None,
+        typer.Option("--wait", help="What must be true before it returns; default: the job's `wait`, else started"),
     ] = None,
     timeout: Annotated[
-        float | None, typer.Option("--timeout", help="Seconds to wait for that", min=0, callback=_finite)
+        float | None,
+        typer.Option(
+            "--timeout",
+            help="Seconds to wait for that; default: the job's `timeout`, else 120",
+            min=0,
+            callback=_finite,
+        ),
     ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Show what would be done; nothing is connected")] = False,
     replace: Annotated[bool, typer.Option("--replace", help="Stop the run that holds the same GPUs first")] = False,
@@ -185,7 +221,10 @@ def kill(
         from dflash_ops import kill as verb
 
         if not yes:
-            confirm(f"Stop {run or 'the newest run'} of {opened.target_name}?")
+            found = verb.look(opened, run)
+            run = found.run  # the newest is chosen once
+            if not found.verdict.finished:
+                confirm(verb.question(found))
         show(verb.kill(opened, verb.KillOptions(run, grace, force)), json=json, render=verb.render)
 
 
@@ -194,7 +233,13 @@ def status(
     run: RunArgument = None,
     target: TargetOption = None,
     watch: Annotated[bool, typer.Option("--watch", "-w", help="Keep looking, over one connection")] = False,
-    exit_code: Annotated[bool, typer.Option("--exit-code", help="Exit as the run stands: 100 failed, 101 …")] = False,
+    exit_code: Annotated[
+        bool,
+        typer.Option(
+            "--exit-code",
+            help="Exit as the run stands: 0 succeeded, 100 failed, 101 not finished, 103 cancelled, 104 lost",
+        ),
+    ] = False,
     json: JsonOption = False,
 ) -> None:
     """How a run is: its unit, log and GPUs, each asked for itself, and what follows from them."""
@@ -243,7 +288,7 @@ def tail_logs(
             sys.stdout.flush()
         except KeyboardInterrupt:
             sys.stdout.flush()
-            opened.say("\ndetached: the run is not affected; `dflash tail-logs` looks again")
+            opened.say(f"\ndetached: the run is not affected; `dflash tail-logs{f' {run}' if run else ''}` looks again")
             return
         if follow:
             opened.say(f"-- {render.verdict_line(ended)}")
@@ -302,10 +347,11 @@ def checkpoint(
 
 @app.command()
 def pull(
-    run: Annotated[str, typer.Argument(help="The run", autocompletion=_known_runs)],
+    run: Annotated[str, typer.Argument(help="The run", metavar="RUN", autocompletion=_known_runs)],
     target: TargetOption = None,
     what: Annotated[
-        Literal["checkpoints", "metrics", "log", "all"], typer.Option("--what", help="Which of its files")
+        Literal["checkpoints", "metrics", "log", "all"],
+        typer.Option("--what", help="checkpoints, metrics, log or all", metavar="FILES"),
     ] = "checkpoints",
     to: Annotated[Path, typer.Option("--to", help="They come to this folder, below the run's name")] = Path(),
     json: JsonOption = False,
@@ -322,7 +368,7 @@ def pull(
 
 @app.command()
 def doctor(
-    target: Annotated[str | None, typer.Argument(help="Default: the inventory's", metavar="[TARGET]")] = None,
+    target: Annotated[str | None, typer.Argument(help="Default: the inventory's", metavar="TARGET")] = None,
     environment: Annotated[
         str | None, typer.Option("--environment", "-e", help="Default: the default job's, or the only one")
     ] = None,
@@ -340,8 +386,8 @@ def doctor(
 
 @app.command()
 def diff(
-    run_a: Annotated[str, typer.Argument(help="A run", autocompletion=_known_runs)],
-    run_b: Annotated[str, typer.Argument(help="Another", autocompletion=_known_runs)],
+    run_a: Annotated[str, typer.Argument(help="A run", metavar="RUN_A", autocompletion=_known_runs)],
+    run_b: Annotated[str, typer.Argument(help="Another", metavar="RUN_B", autocompletion=_known_runs)],
     target: TargetOption = None,
     json: JsonOption = False,
 ) -> None:
@@ -355,7 +401,7 @@ def diff(
 
 @app.command()
 def resume(
-    run: Annotated[str, typer.Argument(help="The run that ended", autocompletion=_known_runs)],
+    run: Annotated[str, typer.Argument(help="The run that ended", metavar="RUN", autocompletion=_known_runs)],
     name: Annotated[str | None, typer.Option("--run", help="Name of the new run; default: job and time")] = None,
     target: TargetOption = None,
     set_: Annotated[
@@ -398,7 +444,7 @@ def env_list(target: TargetOption = None, json: JsonOption = False) -> None:
 def env_build(
     name: Annotated[
         str | None,
-        typer.Argument(help="Default: the only one", metavar="[NAME]", autocompletion=_known("environments")),
+        typer.Argument(help="Default: the only one", metavar="NAME", autocompletion=_known("environments")),
     ] = None,
     target: TargetOption = None,
     offline: Annotated[
@@ -416,7 +462,7 @@ def env_build(
 
 @environments.command("uses")
 def env_uses(
-    name: Annotated[str, typer.Argument(help="Name, or the beginning of its hash")],
+    name: Annotated[str, typer.Argument(help="Name, or the beginning of its hash", metavar="NAME")],
     target: TargetOption = None,
     json: JsonOption = False,
 ) -> None:
@@ -430,7 +476,7 @@ def env_uses(
 
 @app.command()
 def trust(
-    host: Annotated[str, typer.Argument(help="Host of the inventory", autocompletion=_known("hosts"))],
+    host: Annotated[str, typer.Argument(help="Host of the inventory", metavar="HOST", autocompletion=_known("hosts"))],
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask: take what is shown")] = False,
     json: JsonOption = False,
 ) -> None:
@@ -455,16 +501,19 @@ def trust(
 @app.command("exec", context_settings={"ignore_unknown_options": True})
 def exec_(
     run: Annotated[
-        str, typer.Argument(help="A run; its release, interpreter and variables are used", autocompletion=_known_runs)
+        str,
+        typer.Argument(
+            help="A run; its release, interpreter and variables are used", metavar="RUN", autocompletion=_known_runs
+        ),
     ],
-    argv: Annotated[list[str], typer.Argument(help="Command and arguments, after `--`")],
+    argv: Annotated[list[str], typer.Argument(help="Command and arguments, after `--`", metavar="COMMAND")],
     target: TargetOption = None,
 ) -> None:
     """Run a command in the container as the trainer of a run does; its exit code is the command's."""
     with session(target) as opened:
         from dflash_ops.exec import execute
 
-        raise typer.Exit(execute(opened, run, argv, sys.stdout.buffer, sys.stderr.buffer))
+        raise CommandEnded(execute(opened, run, argv, sys.stdout.buffer, sys.stderr.buffer))
 
 
 @app.command()
@@ -507,17 +556,29 @@ def gc(
 def confirm(question: str) -> None:
     """Ask on the terminal. Raises UsageError without one, Exit when the answer is no."""
     if not (sys.stdin.isatty() and sys.stderr.isatty()):
-        raise UsageError("this asks before it acts, and there is no terminal to ask on", "add -y to mean it")
+        raise UsageError(f"there is no terminal to ask on: {question}", "add -y to mean it")
     if not typer.confirm(question, err=True):
-        raise typer.Exit(1)
+        print("nothing was done", file=sys.stderr)
+        raise typer.Exit(Exit.OK)
 
 
-def _fail(error: DflashError) -> NoReturn:
+def _failed(error: DflashError) -> int:
+    """Say it; its exit code."""
     try:
         _say(error)
     except BrokenPipeError:
         _no_reader()
-    sys.exit(error.code)
+    return error.code
+
+
+def _misread(error: Any) -> UsageError:
+    """What click says of a command line, with the cure."""
+    words = error.format_message()
+    help_ = f"`{error.ctx.command_path} --help` shows what it takes" if error.ctx is not None else "see `dflash --help`"
+    if words.startswith("Got unexpected extra argument") and "=" in words:
+        help_ = f"give --set before each: `{error.ctx.command_path} --set a=1 --set b=2`"
+    Common.json = "--json" in sys.argv
+    return UsageError(words[:1].lower() + words[1:].rstrip("."), help_)
 
 
 def _say(error: DflashError) -> None:
@@ -566,18 +627,34 @@ def main() -> None:
     set_threshold(100_000)
     _mend_streams()
     try:
-        app(prog_name="dflash")
-    except DflashError as error:
-        _fail(error)
-    except Exception as error:
-        message = f"a fault in dflash itself: {type(error).__name__}: {error}"
-        _fail(DflashError(Exit.INTERNAL, message, "--debug shows where"))
+        code = _run()
     finally:
         freeze()
         try:
             sys.stdout.flush()
         except BrokenPipeError:  # the exit code stays what it is
             _no_reader()
+    sys.exit(code)
+
+
+def _run() -> int:
+    """The exit code: one of `Exit` on every path, or that of the command that `exec` ran."""
+    try:
+        return Exit(app(prog_name="dflash", standalone_mode=False) or Exit.OK)
+    except CommandEnded as ended:
+        return ended.status
+    except SystemExit as ended:  # shell completion, which exits by itself
+        return Exit.OK if not ended.code else Exit.USAGE
+    except DflashError as error:
+        return _failed(error)
+    except CLICK_USAGE as error:
+        if type(error).__name__ == "NoArgsIsHelpError":
+            print(error.ctx.get_help())
+            return Exit.USAGE
+        return _failed(_misread(error))
+    except Exception as error:
+        message = f"a fault in dflash itself: {type(error).__name__}: {error}"
+        return _failed(DflashError(Exit.INTERNAL, message, "--debug shows where"))
 
 
 if __name__ == "__main__":

@@ -106,6 +106,7 @@ def build(session: Session, name: str | None, *, offline: bool = False) -> Build
 def build_locked(session: Session, wanted: Interpreter, *, offline: bool = False) -> Literal["built", "present"]:
     """`built` or `present`."""
     session.say(f"building environment {wanted.environment} ({str(wanted.lock)[:12]}) in {session.target_name}")
+    session.so_far = "the build ends with the connection and leaves nothing behind"
     wheels = _send_wheels(session, wanted) if offline else None
     request = {
         "do": "build",

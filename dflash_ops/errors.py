@@ -32,7 +32,7 @@ class DflashError(Exception):
 
     def __init__(self, code: int, message: str, hint: str = "", *, detail: str = "", lines: Sequence[str] = ()) -> None:
         super().__init__(message)
-        self.code = int(code)
+        self.code = Exit(code) if code in set(Exit) else Exit.INTERNAL
         self.message = message
         self.hint = hint
         self.detail = detail

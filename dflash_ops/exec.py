@@ -16,6 +16,7 @@ def execute(session: Session, run: str, argv: Sequence[str], out: BinaryIO, err:
     if not argv:
         raise UsageError("there is no command to run", f"write `dflash exec {run} -- python -V`")
     request = {"run": check_run_name(run), "argv": list(argv)}
+    session.so_far = "the command, if it had begun, is ended with the connection"
     for frame in session.stream("execute", request):
         if frame.kind == "result":
             status = frame.value.get("status")

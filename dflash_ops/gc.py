@@ -65,6 +65,8 @@ def _ask(session: Session, options: GcOptions, paths: list[str] | None) -> GcRep
         "caches": options.caches,
         "remove": paths,
     }
+    if paths is not None:
+        session.so_far = "what was said to be removed is gone, the rest stays; `dflash gc` lists it"
     for frame in session.stream("collect", request, deadline_between_frames=600):
         if frame.kind == "result":
             answer = parsed(_Collected, frame.value)

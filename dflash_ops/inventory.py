@@ -192,7 +192,8 @@ def _choose(what: str, known: dict[str, Kind], name: str | None, how: str) -> tu
             return next(iter(known.items()))
         raise UsageError(f"the inventory has {len(known)} {what}s: say which", f"give {how}; known: {_listed(known)}")
     if name not in known:
-        raise UsageError(f"the inventory has no {what} {name!r}", f"known: {_listed(known)}")
+        hint = "give --set before each change: `--set a=1 --set b=2`" if "=" in name else f"known: {_listed(known)}"
+        raise UsageError(f"the inventory has no {what} {name!r}", hint)
     return name, known[name]
 
 

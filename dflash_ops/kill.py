@@ -11,10 +11,12 @@ from dflash_ops.document import Document
 from dflash_ops.launch import launched_by
 from dflash_ops.probes.gpu import GpuDevices, GpuNone, GpuReading, RawGpu, read_gpu
 from dflash_ops.probes.snapshot import Snapshot, read_snapshot
+from dflash_ops.report import Status, describe
 from dflash_ops.run import check_run_name
 from dflash_ops.seen import remember
 from dflash_ops.session import Session, parsed
-from dflash_ops.text import visible
+from dflash_ops.status import LOG_LINES
+from dflash_ops.text import age, visible
 from dflash_ops.unit import STOP_SECONDS
 from dflash_ops.verdict import Verdict, judge
 
@@ -52,6 +54,26 @@ class KillReport(Document):
     gpus: list[GpuRelease] = Field(default_factory=list)
 
 
+def look(session: Session, run: str | None) -> Status:
+    """The run that a kill would end, the newest when `run` is None. Raises DflashError when there is none."""
+    request = {"run": None if run is None else check_run_name(run), "lines": LOG_LINES, "gpu": False}
+    return describe(session, session.call("probe", request, deadline=30).value)
+
+
+def question(found: Status) -> str:
+    """`Stop r7 on lab (job demo, step 12/78, launched by ann@laptop 3m ago)?`"""
+    parts = []
+    if found.asked is not None:
+        parts.append(f"job {found.asked.job}")
+    if found.progress is not None:
+        parts.append(f"step {found.progress.last.of_total}")
+    if found.asked is not None:
+        since = age(found.now.epoch - found.asked.launched.epoch)
+        parts.append(f"launched by {found.asked.launched_by} {since} ago")
+    about = f" ({', '.join(parts)})" if parts else ""
+    return f"Stop {found.run} on {found.target}{about}?"
+
+
 def kill(session: Session, options: KillOptions) -> KillReport:
     """End a run, in one round trip. A run that has ended already is left as it is. Raises DflashError."""
     request: dict[str, Any] = {
@@ -61,6 +83,9 @@ def kill(session: Session, options: KillOptions) -> KillReport:
         "by": launched_by(),
         "stop_seconds": STOP_SECONDS,
     }
+    who = options.run or "the newest run"
+    tells = f"`dflash status{f' {options.run}' if options.run else ''}` tells"
+    session.so_far = f"{who} may have been asked to stop; {tells}"
     for frame in session.stream("stop", request, deadline_between_frames=60):
         if frame.kind == "result":
             answer = parsed(_Stopped, frame.value)
@@ -75,6 +100,9 @@ def kill(session: Session, options: KillOptions) -> KillReport:
                 gpus=_released(answer.gpu, seen),
             )
         if frame.value.get("state"):
+            if frame.value["state"] == "asked to stop":
+                run = visible(str(frame.value.get("run")), 80)
+                session.so_far = f"no longer waiting, but {run} was asked to stop; `dflash status {run}` tells"
             session.say(visible(f"{frame.value.get('run')}: {frame.value['state']}", 200))
         elif frame.value.get("waited"):
             session.say(f"  waiting, {frame.value['waited']} s")

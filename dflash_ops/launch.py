@@ -105,6 +105,7 @@ def launch(session: Session, options: LaunchOptions) -> LaunchReport:
 def execute(session: Session, asked: Plan, replace: bool = False) -> LaunchReport:
     """Do what a plan says."""
     begin = time.monotonic()
+    session.so_far = "nothing was started"
     _prepare(session, asked)
     try:
         reached, seen = _start(session, asked)
@@ -155,6 +156,7 @@ def _prepare(session: Session, asked: Plan) -> None:
     found = parsed(_Preflight, session.call("preflight", request, deadline=60).value)
     if found.environment_missing:
         build_locked(session, asked.interpreter)
+        session.so_far = "nothing was started"
     if found.release != "present":
         if asked.release is None:
             raise ConfigurationError(
@@ -188,14 +190,18 @@ def _start(session: Session, asked: Plan) -> tuple[str, Snapshot]:
         "timeout": asked.timeout,
     }
     words = {"facts": "reading the container's facts", "start": f"starting {asked.run}"}
-    begun = False
     try:
         for frame in session.stream("start", request, deadline_between_frames=60):
             if frame.kind == "result":
                 answer = parsed(_Started, frame.value)
                 return answer.reached, read_snapshot(answer.snapshot)
             stage = str(frame.value.get("stage"))
-            begun = begun or stage == "start"
+            if stage == "start":
+                session.so_far = f"{asked.run} may have been started; `dflash status {asked.run}` tells"
+            elif stage == "started":
+                session.so_far = (
+                    f"{asked.run} goes on; `dflash status {asked.run}` looks, `dflash kill {asked.run}` ends it"
+                )
             if stage in words:
                 session.say(words[stage])
             if frame.value.get("status"):
@@ -203,10 +209,6 @@ def _start(session: Session, asked: Plan) -> tuple[str, Snapshot]:
     except (ConnectionLost, Unanswered) as error:
         # What was sent may have been carried out: a new try under the same name can never make a second run.
         error.hint = f"the run may have been started: `dflash status {asked.run}` tells; it goes on without us"
-        raise
-    except KeyboardInterrupt:
-        if begun:
-            session.say(f"\nno longer waiting; `dflash status {asked.run}` looks, `dflash kill {asked.run}` ends it")
         raise
     raise AssertionError("a stream ends with a result or an error")
 
@@ -216,6 +218,7 @@ def _stop_holder(session: Session, run: str) -> None:
 
     session.say(f"stopping {run}, which holds the GPUs")
     kill(session, KillOptions(run=run))
+    session.so_far = f"{run} was stopped, and nothing was started"
 
 
 def _last_lines(seen: Snapshot) -> tuple[str, ...]:

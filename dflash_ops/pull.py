@@ -75,6 +75,7 @@ def pull(session: Session, options: PullOptions, progress: Progress) -> Pulled:
     if options.run is not None:
         check_run_name(options.run)
     taker = _Taker(options, progress)
+    session.so_far = "what came is kept, and the same `dflash pull` goes on from there"
     try:
         return _pulled(session, taker)
     except OSError as error:  # of this machine's files: the connection's own are DflashErrors

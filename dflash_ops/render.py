@@ -176,7 +176,7 @@ def gpu_table(gpu: GpuDevices, roles: GpuRoles) -> Table:
 def progress_line(progress: Progress) -> Text:
     """Steps, loss with its history, accepted length, speed, time left."""
     last = progress.last
-    line = Text(f"{last.step}/{last.total_steps}" if last.total_steps else str(last.step))
+    line = Text(last.of_total)
     if last.total_steps:
         line.append(f" {_gauge(last.step / last.total_steps)}")
     if last.loss is not None:
@@ -265,7 +265,7 @@ def runs_table(answer: Runs) -> Table:
         step, loss = "", ""
         if run.progress is not None:
             last = run.progress.last
-            step = f"{last.step}/{last.total_steps}" if last.total_steps else str(last.step)
+            step = last.of_total
             loss = "" if last.loss is None else f"{last.loss:.3f}"
         marks = [Text("")] * 3 if done else [mark(probe.answer) for probe in (run.unit, run.log, run.gpu)]
         begun = run.asked.launched.epoch if run.asked is not None else None

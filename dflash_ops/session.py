@@ -42,6 +42,7 @@ class Session:
     transport: Transport
     root: str = "/var/lib/dflash"
     quiet: bool = False
+    so_far: str = "nothing was changed"  # what the verb has done by now, for Ctrl-C
     paths: RootPaths = field(init=False)
 
     def __post_init__(self) -> None:

@@ -199,7 +199,7 @@ def _where_it_was(seen: Snapshot) -> str:
     parts = []
     if seen.progress is not None:
         last = seen.progress.last
-        parts.append(f"at step {last.step}" + (f"/{last.total_steps}" if last.total_steps else ""))
+        parts.append(f"at step {last.of_total}")
     if seen.checkpoint is not None:
         parts.append(f"newest checkpoint {seen.checkpoint.name}")
     return f" ({', '.join(parts)})" if parts else ""

@@ -38,6 +38,11 @@ class Step(BaseModel):
     step_seconds: float | None = None
     workers: dict[str, Any] = Field(default_factory=dict)
 
+    @property
+    def of_total(self) -> str:
+        """`12/200`, or `12` when the trainer does not say of how many."""
+        return f"{self.step}/{self.total_steps}" if self.total_steps else str(self.step)
+
 
 class Progress(BaseModel):
     """The training so far."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-from dflash_ops.errors import DflashError
+from dflash_ops.errors import DflashError, Exit
 from dflash_ops.transport.base import ConnectionLost, Deadline, Exchange, Frame, Host, Program, RemoteRefusal, Reply
 from dflash_ops.transport.framing import MAX_ANSWER, FrameDecoder
 from dflash_ops.transport.program import encode
@@ -100,7 +100,7 @@ def refusal(value: dict[str, Any]) -> RemoteRefusal:
     """The error that a remote program framed, with every field checked."""
     code = value.get("code")
     return RemoteRefusal(
-        code if isinstance(code, int) and 1 <= code <= 125 else 70,
+        code if isinstance(code, int) else Exit.INTERNAL,
         str(value.get("message", "the container refused without a reason")),
         str(value.get("hint", "")),
         reason=str(value.get("reason", "")),

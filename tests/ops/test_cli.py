@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import typer
 
-from dflash_ops.cli import main
+from dflash_ops.cli import confirm, main
+from dflash_ops.errors import DflashError
 from dflash_ops.seen import remember
 
 INVENTORY = """\
@@ -84,7 +88,12 @@ def test_an_error_under_json_is_a_document(folder: Path) -> None:
     ("words", "code"),
     [
         (["kill", "Not A Name", "-y"], 2),
-        (["kill"], 2),  # would ask, and there is no terminal
+        (["kill"], 69),  # looks before it asks
+        (["kill", "--target", "here"], 102),
+        (["exec", "--target", "here", "none", "--", "true"], 102),
+        (["launch", "--set", "a=1", "b=2", "c=3"], 2),
+        (["--version"], 0),
+        ([], 2),
         (["launch", "nosuch"], 2),
         (["launch", "--wait", "forever"], 2),
         (["launch", "--set", "x"], 2),
@@ -107,6 +116,75 @@ def test_exit_codes_are_as_documented(
 ) -> None:
     assert exit_code(folder, monkeypatch, *words) == code
     assert "Traceback" not in capsys.readouterr().err
+
+
+def called(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, verb: Callable[[], object], name: str = "dflash_ops.runs.runs"
+) -> int:
+    """The exit code when the work of `runs` is `verb`."""
+    monkeypatch.setattr(name, lambda *_: verb())
+    return exit_code(folder, monkeypatch, "runs", "--target", "here")
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "words"),
+    [
+        (KeyboardInterrupt(), 130, "interrupted: nothing was changed"),
+        (typer.Abort(), 130, "interrupted: nothing was changed"),
+        (typer.Exit(1), 70, "a fault in dflash itself"),
+        (DflashError(1, "odd"), 70, "odd"),
+        (OSError(errno.EIO, "odd"), 70, "odd"),
+        (BrokenPipeError(), 0, ""),
+        (SystemExit(1), 2, ""),
+    ],
+)
+def test_no_path_exits_with_a_code_that_is_not_listed(
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    error: BaseException,
+    code: int,
+    words: str,
+) -> None:
+    def raises() -> None:
+        raise error
+
+    if isinstance(error, BrokenPipeError):
+        monkeypatch.setattr("dflash_ops.cli._no_reader", lambda: None)
+    assert called(folder, monkeypatch, raises) == code
+    assert words in capsys.readouterr().err
+
+
+def test_a_no_is_said_and_is_no_failure(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("typer.confirm", lambda *_, **__: False)
+
+    def asks() -> None:
+        terminal = type("Terminal", (io.StringIO,), {"isatty": lambda self: True})
+        with monkeypatch.context() as patch:
+            patch.setattr(sys, "stdin", terminal())
+            patch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
+            confirm("Really?")
+
+    assert called(folder, monkeypatch, asks) == 0
+    assert capsys.readouterr().err == "nothing was done\n"
+
+
+def test_set_without_its_option_is_told_how_to_give_it(folder: Path) -> None:
+    for words in (["launch", "smoke", "--set", "a=1", "b=2"], ["launch", "--set", "a=1", "b=2"]):
+        done = dflash(folder, *words)
+        assert done.returncode == 2
+        assert "give --set before each" in done.stderr
+    assert done.stderr.count("\n") == 2
+
+
+def test_help_names_the_defaults_and_what_may_be_given(folder: Path) -> None:
+    launch, pull = (" ".join(dflash(folder, verb, "-h", COLUMNS="80").stdout.split()) for verb in ("launch", "pull"))
+    assert "default: the job's" in launch
+    assert "[[" not in launch + pull
+    assert "checkpoints, metrics, log or all" in pull
+    assert dflash(folder, "--version").stdout.startswith("dflash ")
 
 
 def test_a_broken_inventory_is_a_configuration_error(folder: Path) -> None:
@@ -166,7 +244,7 @@ def test_without_a_reader_it_ends_quietly_and_with_its_own_exit_code(folder: Pat
 
 def test_closed_streams_change_neither_what_is_done_nor_the_exit_code(folder: Path) -> None:
     environment = {**os.environ, "CANARY": CANARY, "DFLASH_INVENTORY": str(folder / "inventory.yaml")}
-    for verb, code in (("kill -y", 69), ("runs --target here", 0), ("kill", 2)):
+    for verb, code in (("kill -y", 69), ("runs --target here", 0), ("kill", 69)):
         command = f"{sys.executable} -m dflash_ops.cli {verb} <&- >&- 2>&-"
         assert subprocess.run(["sh", "-c", command], check=False, env=environment, timeout=60).returncode == code
 

@@ -328,6 +328,22 @@ def test_an_answer_of_the_wrong_form_is_refused(inventory: Inventory, answer: di
     assert [call.verb for call in transport.calls] == ["preflight"]
 
 
+@pytest.mark.parametrize(
+    ("events", "words"),
+    [
+        ([], "nothing was started"),
+        ([{"stage": "facts"}], "nothing was started"),
+        ([{"stage": "start"}], "r1 may have been started; `dflash status r1` tells"),
+        ([{"stage": "start"}, {"stage": "started"}], "r1 goes on; `dflash status r1` looks, `dflash kill r1` ends it"),
+    ],
+)
+def test_ctrl_c_says_whether_there_is_a_run(inventory: Inventory, events: list[Any], words: str) -> None:
+    opened, _ = session(inventory, start=[[*events, Unreachable("as a Ctrl-C would")]])
+    with pytest.raises(Unreachable):
+        launch(opened, LaunchOptions("smoke", "r1"))
+    assert opened.so_far == words
+
+
 HELD = RemoteRefusal(75, "the run r0 holds GPU 5", "wait", reason="gpus-held:r0")
 
 

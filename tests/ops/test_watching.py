@@ -19,7 +19,8 @@ from rich.console import Console
 from dflash_ops import live, render
 from dflash_ops.checkpoint import checkpoint
 from dflash_ops.errors import Exit, UsageError
-from dflash_ops.kill import KillOptions, kill
+from dflash_ops.exec import execute
+from dflash_ops.kill import KillOptions, kill, look, question
 from dflash_ops.remote import checkpoint as remote_checkpoint
 from dflash_ops.remote import common
 from dflash_ops.remote import stop as remote_stop
@@ -28,7 +29,7 @@ from dflash_ops.runs import runs
 from dflash_ops.seen import last_seen
 from dflash_ops.session import Session
 from dflash_ops.status import status, watch
-from dflash_ops.transport.base import BadAnswer, Misconfigured, RemoteRefusal, Unreachable
+from dflash_ops.transport.base import BadAnswer, Frame, Misconfigured, Program, RemoteRefusal, Unreachable
 from dflash_ops.transport.fake import FakeTransport
 from dflash_ops.wait import WaitOptions, wait
 from tests.ops.evidence import BOOT, INVENTORY, INVOCATION
@@ -240,6 +241,53 @@ def test_an_unreachable_container_is_told_with_what_was_last_known(container: Co
     with pytest.raises(Misconfigured) as unset:
         status(missing, None)
     assert unset.value.hint == "make one"  # nothing was asked: what was seen before is no comfort
+
+
+def test_kill_looks_before_it_asks_and_names_the_run(container: Container) -> None:
+    container.run("r1", alive())
+    session = container.session()
+    found = look(session, None)
+    assert question(found) == "Stop r1 on lab (job smoke, step 3/20, launched by ann@laptop 1m ago)?"
+    assert session.transport.round_trips == 1
+    with pytest.raises(RemoteRefusal) as caught:
+        look(session, "none")
+    assert caught.value.code == 102
+
+
+class Interrupted(FakeTransport):
+    """Ctrl-C comes after the events that the script gives."""
+
+    def _answer(self, program: Program, request: dict[str, Any], payload: bytes) -> Iterator[Frame]:
+        yield from (frame for frame in super()._answer(program, request, payload) if frame.kind == "event")
+        raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize(
+    ("verb", "events", "words"),
+    [
+        (lambda session: runs(session, 5), {"history": []}, "nothing was changed"),
+        (lambda session: kill(session, KillOptions("r1")), {"stop": []}, "r1 may have been asked to stop"),
+        (
+            lambda session: kill(session, KillOptions(None)),
+            {"stop": [{"run": "r1", "state": "asked to stop"}]},
+            "no longer waiting, but r1 was asked to stop; `dflash status r1` tells",
+        ),
+        (lambda session: checkpoint(session, "r1", 5), {"checkpoint": []}, "nothing was changed"),
+        (lambda session: checkpoint(session, "r1", 5), {"checkpoint": [{"run": "r1"}]}, "r1 was asked to save"),
+        (
+            lambda session: execute(session, "r1", ["true"], io.BytesIO(), io.BytesIO()),
+            {"execute": []},
+            "is ended with the connection",
+        ),
+    ],
+)
+def test_ctrl_c_says_what_was_done_and_what_not(
+    verb: Callable[[Session], object], events: dict[str, Any], words: str
+) -> None:
+    session = Session(INVENTORY, "lab", Interrupted({name: [[*said, {}]] for name, said in events.items()}), quiet=True)
+    with pytest.raises(KeyboardInterrupt):
+        verb(session)
+    assert words in session.so_far
 
 
 def test_targets_of_one_name_in_two_inventories_are_not_mixed_up(container: Container, tmp_path: Path) -> None:
