@@ -251,7 +251,8 @@ class Collective:
         self._ranks: Any = None
 
     def connect(self) -> None:
-        store = PrefixStore("exchange", self._group.store)
+        # A client of its own for each rank: one that waits for a key keeps others of its client from setting theirs.
+        store = PrefixStore("exchange", self._group.store.clone())
         if self._device.type == "cuda":
             from torch.distributed.distributed_c10d import ProcessGroupNCCL
 

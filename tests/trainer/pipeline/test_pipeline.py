@@ -65,15 +65,18 @@ def test_drafters_that_exchange_gradients_learn_what_one_learns_from_all_their_r
     assert [report.tokens for report in several.steps] == [report.tokens for report in alone.steps]
 
 
-def test_two_processes_with_one_drafter_give_the_losses_of_one_process_with_two(tmp_path: Path) -> None:
+@pytest.mark.parametrize("drafters", [(1, 1), (2, 1), (2, 2)])
+def test_processes_give_the_losses_of_one_process_with_all_their_drafters(
+    tmp_path: Path, drafters: tuple[int, int]
+) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     program = "import sys, pathlib; from tests.trainer.pipeline import tiny; "
-    program += "tiny.losses_of_this_process(1, 6, pathlib.Path(sys.argv[1]))"
+    program += "tiny.losses_of_this_process(int(sys.argv[2]), 6, pathlib.Path(sys.argv[1]))"
     processes = [
         subprocess.Popen(
-            [sys.executable, "-c", program, str(tmp_path / f"losses-{rank}")],
+            [sys.executable, "-c", program, str(tmp_path / f"losses-{rank}"), str(drafters[rank])],
             cwd=ROOT,
             env={
                 **os.environ,
@@ -87,8 +90,12 @@ def test_two_processes_with_one_drafter_give_the_losses_of_one_process_with_two(
         )
         for rank in range(2)
     ]
-    assert [process.wait(120) for process in processes] == [0, 0]
-    expected = [loss.hex() for loss in tiny.train(tiny.run_config(drafters=2))[0].losses]
+    try:
+        assert [process.wait(40) for process in processes] == [0, 0]
+    finally:
+        for process in processes:
+            process.kill()
+    expected = [loss.hex() for loss in tiny.train(tiny.run_config(drafters=sum(drafters)))[0].losses]
     for rank in range(2):
         assert (tmp_path / f"losses-{rank}").read_text().split() == expected
 
