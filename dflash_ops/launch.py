@@ -65,6 +65,7 @@ class Plan:
     on_exit: str
     env: str = field(repr=False)  # may hold secrets
     variables: list[str] = field(default_factory=list)
+    needs_gpus: bool = False  # it does not start where one of `gpus` is missing
     wait: Wait = "started"
     timeout: float = 120.0
 
@@ -186,6 +187,7 @@ def _start(session: Session, asked: Plan) -> tuple[str, Snapshot]:
             "release": f"{session.paths.releases}/{asked.release_name}",
             "variables": asked.variables,
         },
+        "needs_gpus": asked.needs_gpus,
         "wait": asked.wait,
         "timeout": asked.timeout,
     }
@@ -252,7 +254,14 @@ def plan(inventory: Inventory, target: str, roots: RootPaths, options: LaunchOpt
     python = interpreter(inventory, job.environment, roots)
     asked = assemble(roots, spec, python, release, resolve_variables(name, job))
     timeout = options.timeout if options.timeout is not None else job.timeout
-    return replace_fields(asked, wait=options.wait or job.wait, timeout=timeout)
+    return replace_fields(asked, needs_gpus=needs_gpus(job), wait=options.wait or job.wait, timeout=timeout)
+
+
+def needs_gpus(job: JobEntry | None) -> bool:
+    """Whether `cuda:3` must be there: only our own trainer is known to mean a GPU by it, and its number unless the
+    job numbers GPUs itself.
+    """
+    return job is None or (job.source is None and "CUDA_VISIBLE_DEVICES" not in job.env)
 
 
 def assemble(

@@ -24,6 +24,7 @@ from dflash_ops.launch import (
     changed,
     execute,
     launched_by,
+    needs_gpus,
     resolve_variables,
 )
 from dflash_ops.release import pack, trainer_source
@@ -83,7 +84,8 @@ def plan_resume(session: Session, old: RunSpec, directory: str, options: ResumeO
         "resumed_from": directory,
     }
     asked = assemble(session.paths, spec, _interpreter(session, old), release, _variables(session, old))
-    return replace_fields(asked, wait=options.wait, timeout=options.timeout)
+    needed = needs_gpus(inventory.jobs.get(old.job))
+    return replace_fields(asked, needs_gpus=needed, wait=options.wait, timeout=options.timeout)
 
 
 def _interpreter(session: Session, old: RunSpec) -> Interpreter:

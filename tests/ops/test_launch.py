@@ -21,10 +21,13 @@ from dflash_ops.launch import (
     dump_yaml,
     job_config,
     launch,
+    needs_gpus,
     parse_value,
     plan,
     resolve_variables,
 )
+from dflash_ops.remote import start as remote_start
+from dflash_ops.remote.common import Refusal
 from dflash_ops.run import RUN_NAME, RootPaths
 from dflash_ops.session import Session
 from dflash_ops.transport.base import BadAnswer, ConnectionLost, RemoteRefusal, Unreachable
@@ -352,6 +355,35 @@ def test_held_gpus_refuse_the_launch(inventory: Inventory) -> None:
     with pytest.raises(RemoteRefusal, match="r0 holds GPU 5"):
         launch(opened, LaunchOptions("eight", "r1"))
     assert [call.verb for call in transport.calls] == ["preflight", "start"]
+
+
+@pytest.mark.parametrize(
+    ("nodes", "held", "said"),
+    [
+        ([], [0], "the run wants GPU 0 and the container has none"),
+        (["/dev/nvidiactl", "/dev/nvidia-uvm"], [0], "has none"),
+        (["/dev/nvidia3"], [0, 1], "the run wants GPU 0, 1 and the container has 1"),
+        (["/dev/nvidia0", "/dev/nvidia1"], [1], ""),
+        ([], [], ""),
+    ],
+)
+def test_gpus_that_are_not_there_refuse_the_launch(nodes: list[str], held: list[int], said: str) -> None:
+    def refuse() -> None:
+        remote_start._refuse_missing_gpus({"gpu": {"nodes": nodes}}, {"gpus": {"target": held}})
+
+    if not said:
+        refuse()
+        return
+    with pytest.raises(Refusal, match=said) as caught:
+        refuse()
+    assert caught.value.code == 78
+    assert "dflash doctor" in caught.value.hint
+
+
+def test_only_our_own_trainer_s_numbers_are_those_of_gpus(inventory: Inventory) -> None:
+    assert not planned(inventory, job="eight").needs_gpus  # it has a source of its own
+    assert needs_gpus(JobEntry(config={}))
+    assert not needs_gpus(JobEntry(config={}, env={"CUDA_VISIBLE_DEVICES": "3"}))
 
 
 def test_replace_stops_the_holder_and_starts_then(inventory: Inventory) -> None:
