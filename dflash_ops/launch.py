@@ -29,6 +29,7 @@ from dflash_ops.run import GpuRoles, RootPaths, check_run_name, unit_name
 from dflash_ops.seen import remember
 from dflash_ops.session import Session, parsed
 from dflash_ops.text import size, visible
+from dflash_ops.training import check_job
 from dflash_ops.transport.base import ConnectionLost, RemoteRefusal, Unanswered
 from dflash_ops.unit import base_environment, entry_script, env_file, on_exit_script, systemd_run_argv
 from dflash_ops.verdict import Failed, Succeeded, Verdict, judge
@@ -239,6 +240,8 @@ def plan(inventory: Inventory, target: str, roots: RootPaths, options: LaunchOpt
         raise UsageError(f"the job {name} may not run on {target}", hint)
     run = check_run_name(options.run) if options.run is not None else automatic_name(name)
     config = job_config(inventory, name, job, options.set)
+    if job.source is None:  # of other code only the container can tell
+        check_job(config, inventory, name, job, options.set)
     release = pack(inventory.resolve(job.source) if job.source else trainer_source())
     spec = {
         "schema": 1,

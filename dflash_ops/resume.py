@@ -31,6 +31,7 @@ from dflash_ops.release import pack, trainer_source
 from dflash_ops.run import RunSpec, check_run_name
 from dflash_ops.session import Session, parsed
 from dflash_ops.text import visible
+from dflash_ops.training import check
 
 
 @dataclass(frozen=True)
@@ -72,6 +73,10 @@ def plan_resume(session: Session, old: RunSpec, directory: str, options: ResumeO
     if options.current_code:
         job = _job(session, old)
         release = pack(inventory.resolve(job.source) if job is not None and job.source else trainer_source())
+    config = changed(old.config, options.set)
+    # Only the trainer that stands here can be asked, and only what is new needs it.
+    if options.set and (release.name if release is not None else old.release) == pack(trainer_source()).name:
+        check(config, options.set, lambda _: f"the configuration of run {options.run}")
     spec = {
         "schema": 1,
         "run": name,
@@ -79,7 +84,7 @@ def plan_resume(session: Session, old: RunSpec, directory: str, options: ResumeO
         "target": session.target_name,
         "launched_by": launched_by(),
         "release": release.name if release is not None else old.release,
-        "config": changed(old.config, options.set),
+        "config": config,
         "watchdog": old.watchdog,
         "resumed_from": directory,
     }
