@@ -41,6 +41,7 @@ from trainer.compilation import CompilePhase, Mode, compiled_graphs
 from trainer.config import RunConfig
 from trainer.data.documents import Documents
 from trainer.data.rows import RowSource
+from trainer.devices import find_device
 from trainer.drafter.config import DrafterConfig
 from trainer.pipeline.features import FeatureMaker
 from trainer.pipeline.supervisor import Pipeline
@@ -117,6 +118,8 @@ def main(arguments: Sequence[str]) -> int:
             command.add_argument("--cache", type=Path, help="compile cache to fill and use; default: a temporary one")
             command.add_argument("--once", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
+    for name in (options.device, *(options.targets or ()), *(options.drafters or ())):
+        find_device(name)
     preset = PRESETS[options.preset]
     options.shape = replace(preset, length=options.length or preset.length, anchors=options.anchors or preset.anchors)
     result = {"benchmark": options.benchmark, "machine": machine(), "preset": options.preset, **options.run(options)}

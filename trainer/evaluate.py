@@ -29,6 +29,7 @@ from trainer.data.chat import read_template
 from trainer.data.progress import progress
 from trainer.data.prompts import Prompt, prompt_tokens, read_prompts
 from trainer.decoding import Generation, Limits, Sampling, Writer
+from trainer.devices import find_device
 from trainer.drafter.model import DFlashDrafter
 from trainer.drafter.released import find_drafter, fingerprint, read_drafter
 from trainer.inputs import HUMAN_EVAL, PACKAGES, require_prompts, require_target
@@ -138,13 +139,13 @@ def main(arguments: Sequence[str]) -> int:
     """Run `python -m trainer evaluate` with these command-line arguments; returns the exit code."""
     options = _parser().parse_args(arguments)
     console = Console(stderr=True)
+    device = find_device(options.device or ("cuda:0" if torch.cuda.is_available() else "cpu"))
     names = options.prompts or [HUMAN_EVAL]
     require_prompts(names)
     folder, run = find_drafter(options.drafter)
     target_config = _target_config(options, run)
     require_target(target_config)
     drafter = read_drafter(folder)
-    device = torch.device(options.device or ("cuda:0" if torch.cuda.is_available() else "cpu"))
     sampling = Sampling(options.temperature, options.top_p, options.top_k)
     block_size = options.block_size or drafter.config.block_size
     sets = [

@@ -27,6 +27,7 @@ from trainer.data.chat import RefusedChatError, read_template
 from trainer.data.documents import DataError
 from trainer.data.progress import progress
 from trainer.data.prompts import Prompt, prompt_tokens, read_prompts
+from trainer.devices import find_device
 from trainer.inputs import PACKAGES, require_prompts, require_target
 from trainer.target import load_model, load_tokenizer, stop_tokens
 
@@ -170,8 +171,10 @@ def regenerate(
     """Answer the prompts of `sources` into `output`; returns the number of conversations written by this call.
 
     Raises:
-        DataError, TargetError: prompts or target cannot be used, or `output` belongs to other settings.
+        DataError, DeviceError, InputError, TargetError: prompts, device or target cannot be used, or `output` belongs
+            to other settings.
     """
+    device = find_device(config.pipeline.targets[0])
     tokenizer = load_tokenizer(config.target)
     template, variables = read_template(config.data), config.data.chat_template_kwargs
     recipe = {
@@ -219,7 +222,6 @@ def regenerate(
                 advance(1)
         # Long prompts first: memory runs out at once or never, and neighbours need little padding.
         waiting.sort(key=lambda pair: (-len(pair[0]), pair[1].prompt.id))
-        device = torch.device(config.pipeline.targets[0])
         writer = _Writer(load_model(config.target, device), tokenizer, device, sampling)
         while waiting:
             batch, waiting = waiting[:batch_size], waiting[batch_size:]

@@ -25,6 +25,7 @@ from trainer.checkpoint import Checkpoint, CheckpointError
 from trainer.config import RunConfig
 from trainer.data import RowSource
 from trainer.data.dataset import open_rows
+from trainer.devices import require_devices
 from trainer.drafter.config import DrafterConfig
 from trainer.drafter.released import read_drafter
 from trainer.inputs import require_run
@@ -54,6 +55,8 @@ def run(config_path: Path, run_dir: Path, overrides: Sequence[str], resume_from:
     if not sys.stderr.isatty():
         transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     require_run(settings)
+    require_devices("pipeline.targets", settings.pipeline.targets)
+    require_devices("pipeline.drafters", settings.pipeline.drafters)
     start = find_start(run_dir, resume_from)
 
     notifier.status("reading data")

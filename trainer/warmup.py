@@ -18,6 +18,7 @@ import torch
 from trainer.compilation import CompilationError, CompileCache, CompilePhase, CompileReport
 from trainer.config import RunConfig, load
 from trainer.data.rows import RowShape
+from trainer.devices import find_device, require_devices
 from trainer.drafter.config import DrafterConfig
 from trainer.inputs import require_run
 from trainer.pipeline.features import FeatureMaker
@@ -42,10 +43,15 @@ def main(arguments: Sequence[str]) -> int:
     options = parser.parse_args(arguments)
     config = load(options.config, options.set)
     require_run(config)
+    if config.pipeline.mode == "eager":
+        raise CompilationError("pipeline.mode eager compiles nothing that could be kept: set it to graph or compiled")
+    devices = options.devices or config.pipeline.drafters
+    require_devices("--devices" if options.devices else "pipeline.drafters", devices)
+    require_devices("pipeline.targets", config.pipeline.targets)
     tokenizer = load_tokenizer(config.target)
     drafter = DrafterConfig.from_section(config.drafter, load_model_config(config.target), tokenizer)
     shape = open_rows(config.data, config.target).shape
-    warm_up(config, drafter, shape, options.devices or config.pipeline.drafters)
+    warm_up(config, drafter, shape, devices)
     return 0
 
 
@@ -65,14 +71,14 @@ def warm_up(
     Raises:
         CompilationError: no cache folder is set, or the step does not compile.
     """
-    places = [torch.device(name) for name in dict.fromkeys(devices)]
+    places = list(dict.fromkeys(map(find_device, devices)))
     cache = CompileCache.of_run(config, drafter_config, places[0])
     if cache is None:
         raise CompilationError("no compile cache to fill: set pipeline.compile_cache or $DFLASH_COMPILE_CACHE")
     cache.activate()
     load = load_target or partial(Target.load, config.target, drafter_config.target_layer_ids)
     with CompilePhase(config.pipeline.mode) as phase:
-        for number, device in enumerate(dict.fromkeys(torch.device(name) for name in config.pipeline.targets)):
+        for number, device in enumerate(dict.fromkeys(map(find_device, config.pipeline.targets))):
             if device.type == "cuda" and config.pipeline.mode == "graph":
                 maker = FeatureMaker(load(device), shape, compiles=config.target.compile)
                 in_worker_thread(device, partial(_compile_target, phase, f"target {number}", device, maker))

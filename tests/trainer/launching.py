@@ -97,6 +97,16 @@ def launch(
     return Run(process, folder)
 
 
+def command(log: Path, *words: str, **environment: str) -> tuple[int, str]:
+    """Run `python -m trainer WORDS` to its end: the exit code, and all that it said."""
+    log.unlink(missing_ok=True)
+    process = CONTEXT.Process(target=_child, args=(list(words), log, environment, None))
+    process.start()
+    process.join(PATIENCE)
+    assert process.exitcode is not None, f"still running:\n{log.read_text()}"
+    return process.exitcode, log.read_text()
+
+
 def write_config(path: Path, target: Path, source: Path, /, **sections: dict[str, Any]) -> Path:
     """A run of a two-layer drafter on a tiny target, 40 steps of milliseconds, every one in metrics.jsonl."""
     document: dict[str, dict[str, Any]] = {

@@ -21,7 +21,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.trainer.launching import Run, launch, write_config
+from tests.trainer.launching import Run, command, launch, write_config
 from tests.trainer.tiny_models import VOCAB, save_target, tiny_target
 from trainer import checkpoint
 
@@ -453,7 +453,8 @@ def test_a_fault_in_a_worker_ends_the_run_with_its_traceback_and_a_checkpoint(
         ("data.sources=[/nowhere.jsonl]", r"data\.sources: there is no file /nowhere\.jsonl$"),
         ("data.chat_template=/nowhere.jinja", r"data\.chat_template: there is no file /nowhere\.jinja$"),
         ("drafter.target_layer_ids=[99]", r"99"),
-        ("pipeline.drafters=[cuda:63]", r"cuda:63|CUDA"),
+        ("pipeline.drafters=[cuda:63]", r"pipeline\.drafters: there is no cuda:63: this machine has "),
+        ("pipeline.targets=[gpu]", r"pipeline\.targets: 'gpu' is no device: write cpu or cuda:0"),
         ("telemetry.wandb=true", r"dflash-ops\[wandb\]"),
         ("drafter.init_from=/nowhere", r"drafter\.init_from: there is no folder /nowhere$"),
     ],
@@ -525,6 +526,27 @@ def test_a_start_that_fails_leaves_no_run_directory_and_one_line(tmp_path: Path,
         assert reason in finished.stderr.splitlines()[-1]
         assert "Retrying" not in finished.stderr
         assert not (tmp_path / "run").exists()
+
+
+def test_a_device_that_is_not_there_is_noticed_before_anything_is_read(tmp_path: Path, config: Path) -> None:
+    compiled = ("--set", "pipeline.mode=compiled")
+    for words in (
+        ("warmup", str(config), "--devices", "cuda:63", *compiled),
+        ("warmup", str(config), *compiled, "pipeline.targets=[cuda:63]"),
+        ("bench", "step", "--device", "cuda:63"),
+        ("evaluate", str(tmp_path), "--prompts", str(config), "--device", "cuda:63"),
+        ("regenerate", str(config), "--prompts", str(config), "--output", "x", "--set", "pipeline.targets=[cuda:63]"),
+    ):
+        code, said = command(tmp_path / "log", *words)
+        assert code == 78, said
+        assert "there is no cuda:63: this machine has " in said
+        assert len(said.splitlines()) == 1, said
+
+
+def test_a_warmup_of_an_eager_run_is_refused(tmp_path: Path, config: Path) -> None:
+    code, said = command(tmp_path / "log", "warmup", str(config))
+    assert code == 78, said
+    assert "set it to graph or compiled" in said
 
 
 def test_config_explains_and_checks(config: Path) -> None:
