@@ -20,6 +20,7 @@ import inspect
 import logging
 import warnings
 from collections.abc import Callable, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -42,6 +43,9 @@ VARLEN = "within_documents"
 # Between two ways to compute the same in half precision; see `disagreement`. Layers amplify the rounding of those
 # before them: two right ways through 36 random layers were seen to part by 0.05.
 LAYER_TOLERANCE, TOLERANCE = 0.02, 0.15
+
+# While a target is tried out: the window of each call of `_varlen_attention`.
+_windows: ContextVar[list[int | None] | None] = ContextVar("_windows", default=None)
 
 # torch 2.11 takes fewer key heads than query heads without being told; later ones want to be told.
 _GROUPED: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
@@ -281,26 +285,66 @@ class Target:
         )
 
     def _choose_attention(self, wanted: str) -> str:
-        """Set the fastest way that keeps documents apart on this machine."""
-        # Chunks (Llama 4) count from the start of the row in transformers before 5.24, and are too long to be probed.
-        chunked = "chunked_attention" in (getattr(self.config, "layer_types", None) or ())
-        if wanted == "auto" and self.device.type == "cuda" and self.embedding.dtype != torch.float32 and not chunked:
+        """Set the fastest way that keeps documents apart on this machine.
+
+        Raises:
+            TargetError: not even a document by itself gives features.
+        """
+        self._check_shape()
+        if self._selects():
+            _log.info(
+                "the target's attention selects among all tokens of a row: documents are batched by length instead"
+            )
+            return "unpacked"
+        if wanted == "auto" and self.device.type == "cuda" and self.embedding.dtype != torch.float32:
             own = self._decoder.config._attn_implementation
             self._decoder.set_attn_implementation(VARLEN)
             if self._keeps_apart("varlen", reference=own):
                 return "varlen"
             self._decoder.set_attn_implementation(own)
-        if not chunked and self._keeps_apart("masked"):
+        if self._keeps_apart("masked"):
             return "masked"
         _log.info("the target cannot read several documents as one sequence: they are batched by length instead")
         return "unpacked"
 
+    def _check_shape(self) -> None:
+        """See that layers return what a drafter can read, [D, L, H]."""
+        inputs = self._unpacked(self._probe(40).input_ids)
+        try:
+            with torch.no_grad():
+                states, _ = self._run(inputs)
+        except (RuntimeError, NotImplementedError, TypeError, ValueError, KeyError, AttributeError) as error:
+            reason = str(error).split("\n")[0]
+            raise TargetError(
+                f"the target can't be run over token ids alone: {type(error).__name__}: {reason}"
+            ) from error
+        finally:
+            self._taps.clear()
+        expected = (1, 40, len(self.layer_ids) * self.hidden_size)
+        if states.shape != expected:
+            raise TargetError(
+                f"the target's tapped layers return {list(states.shape)} for 40 tokens instead of {list(expected)}: "
+                "models of its kind can't be targets"
+            )
+
+    def _selects(self) -> bool:
+        """Whether attention picks tokens by rank or by their place in the row, which no short probe shows.
+
+        Sparse attention (`index_topk`) lets tokens of other documents take places; chunks (Llama 4) count from the
+        start of the row in transformers before 5.24.
+        """
+        kinds = getattr(self.config, "layer_types", None) or ()
+        return bool(getattr(self.config, "index_topk", None)) or any(
+            word in kind for kind in kinds for word in ("chunk", "sparse", "index", "compress")
+        )
+
     def _keeps_apart(self, way: str, reference: str | None = None) -> bool:
-        """Whether a packed pass leaks nothing from one document to the next.
+        """Whether a packed pass gives every document what it gets alone.
 
         With a `reference`, the name of another attention implementation, it must also agree with that one.
-        The leak test is exact at any precision: the gradient of the second document's features with respect to the
-        first document's embeddings must be zero, not small.
+        The test for leaks is exact at any precision: the gradient of the second document's features with respect to the
+        first document's embeddings must be zero, not small. What has no gradient, such as positions that are counted
+        from the start of the row, shows in the features: in the first layer before rounding has grown.
         """
         first = 24
         inputs = self._probe(first, 40)
@@ -311,27 +355,55 @@ class Target:
             return embedded[0]
 
         handle = self._decoder.get_input_embeddings().register_forward_hook(watch)
+        windows: list[int | None] = []
+        noted = _windows.set(windows)
         try:
             with torch.enable_grad():
-                states, _ = self._run(inputs)
-                (gradient,) = torch.autograd.grad(states[0, first:].float().sum(), embedded[0])
+                states, lowest = self._features_and_lowest(inputs)
+                (gradient,) = torch.autograd.grad(states[first:].float().sum(), embedded[0])
         except (RuntimeError, NotImplementedError, TypeError, ValueError, KeyError, TargetError) as error:
             _log.info("packed attention (%s) is not available for this target: %s", way, str(error).split("\n")[0])
             return False
         finally:
+            _windows.reset(noted)
             handle.remove()
             self._taps.clear()
         if bool(gradient[0, :first].any()) or not bool(gradient[0, first:].any()):
             return False
-        if reference is not None:
-            self._decoder.set_attn_implementation(reference)
+        if reference is not None and windows.count(None) > len(windows) - self._sliding(len(windows)):
+            _log.warning("the target does not tell its attention of its sliding window: variable-length is not used")
+            return False
+        own = self._decoder.config._attn_implementation
+        for implementation in {own, reference or own}:
+            self._decoder.set_attn_implementation(implementation)
             with torch.no_grad():
-                alone, _ = self._run(self._unpacked(inputs.input_ids[:, first:]))
-            self._decoder.set_attn_implementation(VARLEN)
-            if not disagreement(states[0, first:].detach(), alone[0]) <= TOLERANCE:  # nor not a number
-                _log.warning("variable-length attention disagrees with the target's own attention and is not used")
+                alone, lowest_alone = self._features_and_lowest(self._unpacked(inputs.input_ids[:, first:]))
+            self._decoder.set_attn_implementation(own)
+            parted = disagreement(states[first:].detach(), alone), disagreement(lowest[first:].detach(), lowest_alone)
+            if not (parted[0] <= TOLERANCE and parted[1] <= LAYER_TOLERANCE):  # nor not a number
+                _log.warning("packed attention (%s) gives other features than each document alone: not used", way)
                 return False
         return True
+
+    def _features_and_lowest(self, inputs: TargetInputs) -> tuple[Tensor, Tensor]:
+        """Tapped states [L, n * H] of one line, and the first layer's output [L, H]."""
+        seen: list[Tensor] = []
+        layer, _ = self._layers[0]
+        handle = layer.register_forward_hook(
+            lambda _module, _arguments, output: seen.append(output if isinstance(output, Tensor) else output[0])
+        )
+        try:
+            states, _ = self._run(inputs)
+        finally:
+            handle.remove()
+        return states[0], seen[0][0]
+
+    def _sliding(self, calls: int) -> int:
+        """How many of so many calls of the attention should come with a window."""
+        kinds = getattr(self.config, "layer_types", None)
+        if kinds:
+            return list(kinds)[: len(self._layers)].count("sliding_attention")
+        return calls if getattr(self.config, "sliding_window", None) else 0
 
     def _never_waits(self) -> bool:
         """Whether a packed pass asks nothing of the GPU in between (as some mixtures of experts do)."""
@@ -451,6 +523,8 @@ def _varlen_attention(
         raise TargetError("the model does not hand the document boundaries to its attention")
     if softcap is not None:
         raise TargetError("the flash kernel has no soft-capped attention")
+    if (windows := _windows.get()) is not None:
+        windows.append(sliding_window)
     output: Any = varlen_attn(
         query[0].transpose(0, 1),
         key[0].transpose(0, 1),

@@ -412,6 +412,32 @@ def test_layers_that_do_not_compile_or_compute_something_else_run_as_they_are(
     torch.testing.assert_close(maker.make(rows.row(0)).hidden, expected)
 
 
+def test_layers_that_hand_keys_on_are_compiled_for_what_they_get_in_a_run(rows: RowSource) -> None:
+    torch.compiler.reset()
+    config = CONFIG_MAPPING["gemma4_text"](**COMMON | FAMILIES["gemma4_text"] | {"num_kv_shared_layers": 2})
+    target = Target(build(config), [0, 3], "cpu")
+    target.capturable = True
+    expected = target.features(rows.row(0)).hidden
+    maker = FeatureMaker(target, rows.shape)
+    turn = graph_turn("aot_eager")
+    maker.prepare(turn)
+    report = turn.report()
+    assert report.compiled, report
+    torch.testing.assert_close(maker.make(rows.row(0)).hidden, expected)
+    assert turn.report().graphs == report.graphs
+
+
+def test_too_many_kinds_of_layers_run_uncompiled(rows: RowSource, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.compiler.reset()
+    monkeypatch.setattr(torch._dynamo.config, "recompile_limit", 1)
+    target = Target(build(config_of("gemma4_text")), TAPS, "cpu")
+    target.capturable = True
+    maker = FeatureMaker(target, rows.shape)
+    turn = graph_turn("eager")
+    maker.prepare(turn)
+    assert turn.report().note == "its layers run uncompiled: they are of more than 1 kinds"
+
+
 def test_layers_that_another_library_has_wrapped_are_left_alone(rows: RowSource) -> None:
     model = build(config_of("qwen3"))
     layer = model.model.layers[0]
@@ -450,6 +476,78 @@ def test_layers_that_carry_state_are_told_which_document_a_token_belongs_to(
     for number, document in enumerate(documents_of(row)):
         assert set(numbers[0, document].tolist()) == {number}
     assert numbers[0, 94:].min() == 5
+
+
+def plain_varlen(
+    query: Tensor, key: Tensor, value: Tensor, starts: Tensor, *_: Any, scale: float, window_size: Any, **__: Any
+) -> Tensor:
+    """What torch's variable-length kernel computes, for a CPU: [S, heads, d]."""
+    result = torch.zeros_like(query)
+    group = query.shape[1] // key.shape[1]
+    for start, end in zip(starts.tolist(), starts.tolist()[1:], strict=False):
+        places = torch.arange(end - start)
+        ahead = places[None] - places[:, None]
+        visible = (ahead <= 0) & (ahead >= -window_size[0] if window_size[0] >= 0 else torch.tensor(True))
+        q, k, v = (tensor[start:end].transpose(0, 1) for tensor in (query, key, value))
+        scores = (q @ k.repeat_interleave(group, 0).mT) * scale
+        weights = scores.masked_fill(~visible, float("-inf")).softmax(-1)
+        result[start:end] = (weights @ v.repeat_interleave(group, 0)).transpose(0, 1)
+    return result
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "taken"),
+    [
+        ("llama", {}, True),
+        ("mistral", {"sliding_window": 8}, True),
+        ("gemma3_text", HYBRID, True),
+        # Its window stands in the mask alone, which the kernel does not see.
+        ("phimoe", {"sliding_window": 8, "num_local_experts": 4}, False),
+        ("phimoe", {"sliding_window": 4096, "num_local_experts": 4}, False),
+    ],
+)
+def test_the_kernel_is_taken_only_by_targets_that_tell_it_all(
+    family: str, changes: dict[str, Any], taken: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("trainer.target.varlen_attn", plain_varlen)
+    target = Target(build(CONFIG_MAPPING[family](**COMMON | changes)), TAPS, "cpu")
+    own = target._decoder.config._attn_implementation
+    target._decoder.set_attn_implementation(VARLEN)
+    assert target._keeps_apart("varlen", reference=own) == taken
+    assert target._decoder.config._attn_implementation == VARLEN
+
+
+def test_positions_that_count_from_the_start_of_a_row_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    target = Target(build(config_of("llama")), TAPS, "cpu")
+    monkeypatch.setattr("trainer.target.varlen_attn", plain_varlen)
+    own = target._decoder.config._attn_implementation
+    target._decoder.set_attn_implementation(VARLEN)
+    rotary = target._decoder.rotary_emb.forward
+    monkeypatch.setattr(
+        target._decoder.rotary_emb, "forward", lambda x, position_ids: rotary(x, torch.arange(x.shape[1])[None] ** 2)
+    )
+    assert not target._keeps_apart("varlen", reference=own)
+
+
+@pytest.mark.parametrize("changes", [{"index_topk": 2048}, {"layer_types": ["compressed_sparse_attention"] * 4}])
+def test_attention_that_selects_among_tokens_reads_one_document_at_a_time(
+    changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = config_of("llama")
+    for name, value in changes.items():
+        monkeypatch.setattr(config, name, value, raising=False)
+    model = build(config)
+    for name, value in changes.items():
+        setattr(model.config, name, value)
+    assert Target(model, TAPS, "cpu").attention == "unpacked"
+
+
+def test_layers_that_return_something_else_are_refused_at_once() -> None:
+    model = build(config_of("llama"))
+    own = model.model.layers[2].forward
+    model.model.layers[2].forward = lambda *args, **kwargs: own(*args, **kwargs).unsqueeze(0)
+    with pytest.raises(TargetError, match="models of its kind can't be targets"):
+        Target(model, [2], "cpu")
 
 
 def test_layers_that_do_not_exist_are_refused_by_name() -> None:

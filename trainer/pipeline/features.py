@@ -9,9 +9,12 @@ they move more memory.
 from __future__ import annotations
 
 import logging
+from copy import copy
 from typing import Any
 
+import torch
 from torch import Tensor, nn
+from torch._dynamo.exc import FailOnRecompileLimitHit
 
 from trainer.compilation import Turn
 from trainer.data.rows import Row, RowShape
@@ -38,10 +41,12 @@ class FeatureMaker:
             turn.runs_eagerly(reason)
             return
         self._inputs = TargetInputs.trial(self._shape, self.target.vocab_size, self.target.device)
-        if self._compiles:
-            self._compile(turn)
-        else:
+        if not self._compiles:
             turn.discard_compiled("target.compile is false")
+        elif (fault := self._compile(turn)) is not None:
+            log.warning("the target's layers run uncompiled: %s", fault)
+            self.target.run_layers_by(None)
+            turn.discard_compiled(f"its layers run uncompiled: {fault}")
         for _ in range(2):
             self._forward()
         self._replay = turn.capture("forward", self._forward)
@@ -58,34 +63,35 @@ class FeatureMaker:
         assert self._inputs is not None
         self._captured = self.target.forward(self._inputs)
 
-    def _compile(self, turn: Turn) -> None:
-        """Let compiled layers do the work, unless one of them does not compile or computes something else."""
+    def _compile(self, turn: Turn) -> str | None:
+        """Let compiled layers do the work; why that can't be when one does not compile or computes something else."""
         if not self.target.has_plain_layers:
-            turn.discard_compiled("its layers run uncompiled: another library has wrapped them")
-            return
+            return "another library has wrapped them"
         compiled = turn.compile(decoder_layer, kinds=True)
         differences: list[float] = []
 
         def both_ways(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
             """Each layer by itself: rounding that differs in one is amplified by all behind it."""
-            right = decoder_layer(layer, *args, **kwargs)
+            # What layers hand to later ones they put into a dictionary: each way gets one of its own.
+            own = {name: copy(value) if isinstance(value, dict) else value for name, value in kwargs.items()}
+            right = decoder_layer(layer, *args, **own)
             differences.append(disagreement(_states(compiled(layer, *args, **kwargs)), _states(right)))
             return right
 
-        self.target.run_layers_by(both_ways)
         try:
+            self.target.run_layers_by(both_ways)
             self._forward()
-            faults = [f"compiled, one differs by {d:.1%}" for d in differences if not d <= LAYER_TOLERANCE]
-            fault = faults[0] if faults else None
+            for difference in differences:
+                if not difference <= LAYER_TOLERANCE:  # nor not a number
+                    return f"compiled, one differs by {difference:.1%}"
+            self.target.run_layers_by(compiled)
+            self._forward()
+        except FailOnRecompileLimitHit:
+            return f"they are of more than {torch._dynamo.config.recompile_limit} kinds"
         except Exception as error:  # Dynamo, Inductor and Triton raise what they like
             # The first line of a compiler's error says whose it is, the second what happened.
-            fault = f"{type(error).__name__}: {' '.join(str(error).splitlines()[:2])}"
-        if fault is None:
-            self.target.run_layers_by(compiled)
-        else:
-            log.warning("the target's layers run uncompiled: %s", fault)
-            self.target.run_layers_by(None)
-            turn.discard_compiled(f"its layers run uncompiled: {fault}")
+            return f"{type(error).__name__}: {' '.join(str(error).splitlines()[:2])}"
+        return None
 
 
 def _states(output: Any) -> Tensor:
