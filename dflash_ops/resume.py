@@ -4,6 +4,7 @@ checkpoint; what has changed in the container since is said.
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from dataclasses import replace as replace_fields
 from typing import Any
@@ -33,6 +34,9 @@ from dflash_ops.session import Session, parsed
 from dflash_ops.text import visible
 from dflash_ops.training import check
 
+# What the number of steps follows from.
+_LONGER = re.compile(r"(data|optimizer|optimizer\.max_steps|optimizer\.accumulate|data\..*)=", re.DOTALL)
+
 
 @dataclass(frozen=True)
 class ResumeOptions:
@@ -49,6 +53,8 @@ class ResumeOptions:
 class _Left(BaseModel):
     spec: RunSpec
     checkpoint: str
+    step: int
+    total: int | None
     then: dict[str, Any] | None
     now: dict[str, Any]
 
@@ -56,6 +62,7 @@ class _Left(BaseModel):
 def resume(session: Session, options: ResumeOptions) -> LaunchReport:
     """Start the new run. Raises DflashError."""
     found = parsed(_Left, session.call("resume", {"run": check_run_name(options.run)}).value)
+    _refuse_finished(found, session.inventory.jobs.get(found.spec.job), options)
     session.say(f"going on from {visible(found.checkpoint)} of {options.run}")
     if found.then is not None:
         then, now = read_facts(found.then, f"run {options.run}"), read_facts(found.now, session.target_name)
@@ -63,6 +70,23 @@ def resume(session: Session, options: ResumeOptions) -> LaunchReport:
             session.say("  changed since: " + visible(f"{one.section} {one.key}: {one.a} -> {one.b}", 200))
     directory = str(session.paths.run(options.run).directory)
     return execute(session, plan_resume(session, found.spec, directory, options))
+
+
+def _refuse_finished(found: _Left, job: JobEntry | None, options: ResumeOptions) -> None:
+    """A run that did all its steps has nothing to go on with, unless --set makes it longer."""
+    if found.total is None or found.step < found.total:
+        return
+    if job is not None and job.source is not None and options.set:
+        return  # what makes other code's runs longer, only it knows
+    optimizer = changed(found.spec.config, options.set).get("optimizer")
+    most = optimizer.get("max_steps") if isinstance(optimizer, dict) else None
+    limited = isinstance(most, int) and most <= found.total
+    if not limited and any(_LONGER.match(change) for change in options.set):
+        return
+    raise ConfigurationError(
+        f"{options.run} has finished ({found.step}/{found.total}): there is nothing to go on with",
+        f"`--set {'optimizer.max_steps' if limited else 'data.epochs'}=N` with a larger N makes it longer",
+    )
 
 
 def plan_resume(session: Session, old: RunSpec, directory: str, options: ResumeOptions) -> Plan:

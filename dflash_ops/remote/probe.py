@@ -74,7 +74,7 @@ def snapshot(paths: RunPaths, request: Dict[str, Any], unit: Optional[Dict[str, 
         run=paths.run,
         log=log,
         disk=_disk(paths.directory),
-        metrics=_metrics(paths.metrics, int(request.get("steps", 240))),
+        metrics=metrics_of(paths.metrics, int(request.get("steps", 240))),
         checkpoints=checkpoints_of(paths.checkpoints)[-3:],
         gpu=gpu.ask(request["root"]) if request.get("gpu", True) else None,
         boot_id=common.boot_id(),
@@ -176,7 +176,7 @@ def _disk(path: str) -> Optional[Dict[str, int]]:
     }
 
 
-def _metrics(path: str, count: int) -> Dict[str, Any]:
+def metrics_of(path: str, count: int) -> Dict[str, Any]:
     """The newest step line whole, `count` of them reduced, and when the file last grew."""
     try:
         mtime = os.stat(path).st_mtime

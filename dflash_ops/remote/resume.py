@@ -9,7 +9,11 @@ from dflash_ops.remote.common import CONFIGURATION, TEMPORARY, Channel, Refusal
 
 
 def main(request: Dict[str, Any], channel: Channel) -> Dict[str, Any]:
-    """request: `root`, `run`. Result: `spec`, `checkpoint`, the facts `then` (or null) and `now`. Raises Refusal."""
+    """request: `root`, `run`. Raises Refusal.
+
+    Result: `spec`; `checkpoint` and its `step`; `total` steps of the run (null when it did not say); the facts `then`
+    (or null) and `now`.
+    """
     paths = common.find_run(request["root"], request["run"])
     spec = common.read_json(paths.spec)
     if spec is None:
@@ -25,6 +29,8 @@ def main(request: Dict[str, Any], channel: Channel) -> Dict[str, Any]:
     return {
         "spec": spec,
         "checkpoint": checkpoints[-1]["name"],
+        "step": checkpoints[-1]["step"],
+        "total": (probe.metrics_of(paths.metrics, 50)["last"] or {}).get("total_steps"),
         "then": common.read_json(paths.facts),
         "now": facts.collect(wanted),
     }

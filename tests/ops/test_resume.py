@@ -9,6 +9,7 @@ import pytest
 
 from dflash_ops.errors import ConfigurationError, DflashError
 from dflash_ops.inventory import load_inventory
+from dflash_ops.release import pack, trainer_source
 from dflash_ops.resume import ResumeOptions, resume
 from dflash_ops.session import Session
 from dflash_ops.transport.fake import FakeTransport
@@ -39,12 +40,14 @@ def facts(torch: str) -> dict[str, Any]:
 
 
 def opened(
-    folder: Path, old: dict[str, Any], inventory: str = INVENTORY, **preflight: Any
+    folder: Path, old: dict[str, Any], inventory: str = INVENTORY, total: int | None = 400, **preflight: Any
 ) -> tuple[Session, FakeTransport]:
     (folder / "inventory.yaml").write_text(inventory)
     answer = {
         "spec": old,
         "checkpoint": "step-00000200",
+        "step": 200,
+        "total": total,
         "then": facts("2.12"),
         "now": facts("2.13"),
     }
@@ -133,3 +136,45 @@ def test_a_spec_that_is_no_spec_is_one_sentence(tmp_path: Path) -> None:
     session, _ = opened(tmp_path, {"run": 1})
     with pytest.raises(DflashError, match="in a form that this dflash does not know"):
         resume(session, ResumeOptions("r7"))
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "changes", "total", "cure"),
+    [
+        ({"max_steps": 200}, (), 200, "--set optimizer.max_steps=N"),
+        ({"max_steps": 200}, ("optimizer.lr=1",), 200, "--set optimizer.max_steps=N"),
+        ({"max_steps": 200}, ("optimizer.max_steps=200",), 200, "--set optimizer.max_steps=N"),
+        ({"max_steps": 200}, ("data.epochs=9",), 200, "--set optimizer.max_steps=N"),
+        ({}, (), 200, "--set data.epochs=N"),
+        ({"max_steps": 200}, ("optimizer.max_steps=300",), 200, ""),
+        ({}, ("data.epochs=9",), 200, ""),
+        ({"max_steps": 300}, (), 300, ""),
+        ({}, (), None, ""),
+    ],
+)
+def test_a_run_that_did_all_its_steps_is_resumed_only_to_do_more(
+    tmp_path: Path, optimizer: dict[str, Any], changes: tuple[str, ...], total: int | None, cure: str
+) -> None:
+    given = INVENTORY.replace(", source: package", "")
+    session, transport = opened(tmp_path, old_spec(config={"optimizer": optimizer}), given, total)
+    options = ResumeOptions("r7", name="r8", set=changes)
+    if not cure:
+        assert resume(session, options).run == "r8"
+        return
+    with pytest.raises(ConfigurationError, match=r"r7 has finished \(200/200\)") as caught:
+        resume(session, options)
+    assert cure in caught.value.hint
+    assert [call.verb for call in transport.calls] == ["resume"]
+
+
+def test_what_makes_other_code_s_runs_longer_is_not_judged(tmp_path: Path) -> None:
+    session, _ = opened(tmp_path, old_spec(), total=200)
+    assert resume(session, ResumeOptions("r7", name="r8", set=("steps=9",))).run == "r8"
+
+
+def test_a_change_that_the_trainer_here_would_refuse_is_refused_here(tmp_path: Path) -> None:
+    given = INVENTORY.replace(", source: package", "")
+    session, transport = opened(tmp_path, old_spec(release=pack(trainer_source()).name), given)
+    with pytest.raises(ConfigurationError, match=r"--set optimizer.lrr: unknown key"):
+        resume(session, ResumeOptions("r7", name="r8", set=("optimizer.lrr=1",)))
+    assert [call.verb for call in transport.calls] == ["resume"]
