@@ -427,14 +427,14 @@ def test_layers_that_hand_keys_on_are_compiled_for_what_they_get_in_a_run(rows: 
     assert turn.report().graphs == report.graphs
 
 
-def test_too_many_kinds_of_layers_run_uncompiled(rows: RowSource, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_many_kinds_of_layers_run_uncompiled(rows: RowSource) -> None:
     torch.compiler.reset()
-    monkeypatch.setattr(torch._dynamo.config, "recompile_limit", 1)
     target = Target(build(config_of("gemma4_text")), TAPS, "cpu")
     target.capturable = True
     maker = FeatureMaker(target, rows.shape)
     turn = graph_turn("eager")
-    maker.prepare(turn)
+    with torch._dynamo.config.patch(recompile_limit=1):
+        maker.prepare(turn)
     assert turn.report().note == "its layers run uncompiled: they are of more than 1 kinds"
 
 
