@@ -7,11 +7,14 @@ from typing import Any, Literal
 from pydantic import Field, ValidationError
 
 from dflash_ops.document import Document
-from dflash_ops.probes.snapshot import Checkpoint
+from dflash_ops.errors import Exit
+from dflash_ops.probes.snapshot import Checkpoint, read_snapshot
 from dflash_ops.run import RunName, check_run_name
 from dflash_ops.session import Session
+from dflash_ops.status import LOG_LINES
 from dflash_ops.text import visible
-from dflash_ops.transport.base import BadAnswer
+from dflash_ops.transport.base import BadAnswer, RemoteRefusal
+from dflash_ops.verdict import judge
 
 
 class Saved(Document):
@@ -28,13 +31,28 @@ def checkpoint(session: Session, run: str | None, timeout: float) -> Saved:
     if run is not None:
         check_run_name(run)
     answer: dict[str, Any] = {}
-    for frame in session.stream("checkpoint", {"run": run, "timeout": timeout}):
-        if frame.kind == "event":
-            asked = visible(str(frame.value.get("run")), 80)
-            session.say(f"asked {asked} to save")
-            session.so_far = f"{asked} was asked to save and does so; `dflash status {asked}` shows what it saved"
-        answer = frame.value
+    try:
+        for frame in session.stream("checkpoint", {"run": run, "timeout": timeout}):
+            if frame.kind == "event":
+                asked = visible(str(frame.value.get("run")), 80)
+                session.say(f"asked {asked} to save")
+                session.so_far = f"{asked} was asked to save and does so; `dflash status {asked}` shows what it saved"
+            answer = frame.value
+    except RemoteRefusal as refusal:
+        if refusal.reason == "not-running":
+            raise _as_it_stands(session, run, refusal) from refusal
+        raise
     try:
         return Saved.model_validate(answer)
     except ValidationError as error:
         raise BadAnswer("the checkpoint was announced in a form that this dflash does not know") from error
+
+
+def _as_it_stands(session: Session, run: str | None, refusal: RemoteRefusal) -> RemoteRefusal:
+    """The refusal with the run's own exit code and reason: only its records tell how it ended."""
+    seen = read_snapshot(session.call("probe", {"run": run, "lines": LOG_LINES, "gpu": False}, deadline=30).value)
+    verdict = judge(seen)
+    # One that ended well has nothing more to save; one that is about to run is asked again later.
+    code = {Exit.OK: Exit.USAGE, Exit.RUN_NOT_FINISHED: Exit.TEMPORARY}.get(verdict.exit_code, verdict.exit_code)
+    how = verdict.state + (f", {verdict.reason}" if verdict.reason else "")
+    return RemoteRefusal(code, f"{refusal.message}: {how}", refusal.hint, reason=refusal.reason)

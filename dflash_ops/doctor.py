@@ -98,9 +98,13 @@ def unknown(topic: str, text: str, cure: str | None = None) -> Line:
 def doctor(session: Session, environment: str | None) -> Diagnosis:
     """Look at host, node, container, interpreter and GPUs. Never raises for what it finds: that is a line.
 
+    Raises UsageError for an environment that the inventory does not have.
+
     Args:
         environment: of the inventory; None: the default job's, or the only one.
     """
+    if environment is not None:
+        session.inventory.environment(environment)
     return Diagnosis(target=session.target_name, lines=tuple(_lines(session, environment)))
 
 
@@ -188,12 +192,17 @@ def _config_lines(config: dict[str, str]) -> Iterator[Line]:
 
 def _facts_lines(session: Session, environment: str | None, node: Node | None) -> Iterator[Line]:
     python: str | None = None
+    cure = "correct `python` of the environment"
     try:
         name = environment
         if name is None and session.inventory.default_job is not None:
             name = session.inventory.job(None)[1].environment
         chosen = interpreter(session.inventory, name, session.paths)
         python = chosen.path
+        if chosen.lock is not None:
+            cure = f"`dflash env build {chosen.environment}`"
+        else:
+            cure = f"correct `python` of environment {chosen.environment} in {session.inventory.path}"
     except DflashError as error:
         yield unknown("environment", error.message, "name one by --environment")
     release: Release | None = None
@@ -217,7 +226,7 @@ def _facts_lines(session: Session, environment: str | None, node: Node | None) -
         return
     yield ok("container", f"entered by {session.inventory.targets[session.target_name].enter}")
     yield from system_lines(facts, middle, (time.time() - begin) / 2)
-    yield from python_lines(facts)
+    yield from python_lines(facts, cure)
     yield from gpu_lines(facts, node)
     if release is not None:
         yield release_line(facts, release)
@@ -285,13 +294,13 @@ def _files_line(hard: str) -> Line:
     return ok("limits", f"up to {hard} open files")
 
 
-def python_lines(facts: Facts) -> Iterator[Line]:
-    """The interpreter, its packages, and whether torch is as it was shipped."""
+def python_lines(facts: Facts, cure: str) -> Iterator[Line]:
+    """The interpreter, its packages, and whether torch is as it was shipped. `cure`: where it does not run."""
     python = facts.python
     if python is None:
         return
     if isinstance(python, Unread):
-        yield fail("python", visible(python.error, 300), "correct `python` of the environment, or `dflash env build`")
+        yield fail("python", visible(python.error, 300), cure)
         return
     yield _python_line(python)
     wanted = ("torch", "triton", "transformers", "safetensors", "numpy")
@@ -300,8 +309,8 @@ def python_lines(facts: Facts) -> Iterator[Line]:
     needed = ("torch", "transformers", *(["triton"] if isinstance(facts.gpus(), GpuDevices) else []))
     missing = [name for name in needed if name not in facts.packages]
     if missing:
-        cure = "install it there, or let dflash build the environment from a lock file"
-        yield fail("packages", f"{' and '.join(missing)} not installed", cure)
+        how = "install it there, or let dflash build the environment from a lock file"
+        yield fail("packages", f"{' and '.join(missing)} not installed", how)
     else:
         yield ok("packages", visible(", ".join(versions), 200))
     yield from _torch_lines(facts)

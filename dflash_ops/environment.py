@@ -23,7 +23,7 @@ from dflash_ops.progress import transfer_bar
 from dflash_ops.release import pack_wheels
 from dflash_ops.run import RootPaths, RunName
 from dflash_ops.session import Session, parsed
-from dflash_ops.text import age, size, visible
+from dflash_ops.text import age, counted, size, visible
 
 UPLOAD_SECONDS = 6 * 3600.0  # gigabytes of wheels over a slow line; a dead peer is noticed long before
 
@@ -56,7 +56,7 @@ def _read_lock(inventory: Inventory, key: str, entry: EnvironmentEntry) -> str:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigurationError(
-            f"cannot read the lock file {path} of environment {key}: {error}", "correct `lock` in inventory.yaml"
+            f"cannot read the lock file {path} of environment {key}: {error}", f"correct `lock` in {inventory.path}"
         ) from error
 
 
@@ -92,7 +92,7 @@ def build(session: Session, name: str | None, *, offline: bool = False) -> Build
     if wanted.lock is None:
         raise UsageError(
             f"the environment {wanted.environment} names an interpreter: there is nothing to build",
-            "give it a `lock` in inventory.yaml",
+            f"give it a `lock` in {session.inventory.path}",
         )
     return BuildReport(
         environment=wanted.environment,
@@ -135,7 +135,7 @@ def _send_wheels(session: Session, wanted: Interpreter) -> str:
         if about.uv is None:
             _download([_uv_requirement()], about, wheels)
         packed = pack_wheels(wheels)
-        session.say(f"  sending {len(packed.files)} wheels ({size(packed.total_bytes)})")
+        session.say(f"  sending {counted(len(packed.files), 'wheel')} ({size(packed.total_bytes)})")
         request = {"shelf": "wheels", "name": packed.name, "files": packed.manifest()}
         with transfer_bar("wheels", packed.total_bytes, quiet=session.quiet) as advance:
             session.call("store", request, packed.contents(advance), deadline=UPLOAD_SECONDS)
@@ -203,6 +203,7 @@ class Built(BaseModel):
 
 class _Listed(BaseModel):
     environments: list[Built]
+    interpreters: dict[str, list[RunName]]
 
 
 class EnvironmentList(Document):
@@ -212,6 +213,7 @@ class EnvironmentList(Document):
     built: list[Built]
     not_built: list[str] = Field(description="Locked environments of the inventory that are not there")
     interpreters: dict[str, str] = Field(description="Environments that name an interpreter")
+    interpreter_runs: dict[str, list[str]] = Field(description="Runs that were launched with these, the newest first")
 
 
 def listing(session: Session) -> EnvironmentList:
@@ -224,14 +226,21 @@ def listing(session: Session) -> EnvironmentList:
             interpreters[name] = found.path
         else:
             wanted[name] = found.lock
-    there = parsed(_Listed, session.call("environments", {"do": "list"}).value).environments
+    answer = parsed(_Listed, session.call("environments", {"do": "list"}).value)
+    there = answer.environments
     built = [
         entry.model_copy(update={"environments": [name for name, lock in wanted.items() if lock == entry.lock]})
         for entry in there
     ]
     locks = {entry.lock for entry in built}
     missing = [name for name, lock in wanted.items() if lock not in locks]
-    return EnvironmentList(target=session.target_name, built=built, not_built=missing, interpreters=interpreters)
+    return EnvironmentList(
+        target=session.target_name,
+        built=built,
+        not_built=missing,
+        interpreters=interpreters,
+        interpreter_runs={name: answer.interpreters.get(path, []) for name, path in interpreters.items()},
+    )
 
 
 class EnvironmentUses(Document):
@@ -249,7 +258,14 @@ def uses(listed: EnvironmentList, name: str) -> EnvironmentUses:
             return EnvironmentUses(target=listed.target, environment=name, runs=entry.runs)
     if name in listed.not_built:
         return EnvironmentUses(target=listed.target, environment=name, runs=[])
-    raise ConfigurationError(f"there is no locked environment {name!r}", "`dflash env list` lists them")
+    if name in listed.interpreter_runs:
+        return EnvironmentUses(target=listed.target, environment=name, runs=listed.interpreter_runs[name])
+    known = [
+        *listed.interpreter_runs,
+        *listed.not_built,
+        *(one for entry in listed.built for one in entry.environments),
+    ]
+    raise UsageError(f"there is no environment {name!r}", f"known: {', '.join(sorted(known)) or 'none'}")
 
 
 def render(listed: EnvironmentList) -> None:
@@ -257,9 +273,10 @@ def render(listed: EnvironmentList) -> None:
     for entry in listed.built:
         name = ", ".join(entry.environments) or f"({visible(entry.name or '?')}, another lock file)"
         built = f"built {age(time.time() - entry.built)} ago" if entry.built else "unfinished"
-        about = f"Python {visible(entry.python or '?')}, {entry.packages} packages, {size(entry.bytes)}"
-        print(f"{entry.lock[:12]}  {name}: {about}, {built}, {len(entry.runs)} runs")
+        packages = "? packages" if entry.packages is None else counted(entry.packages, "package")
+        about = f"Python {visible(entry.python or '?')}, {packages}, {size(entry.bytes)}"
+        print(f"{entry.lock[:12]}  {name}: {about}, {built}, {counted(len(entry.runs), 'run')}")
     for name in listed.not_built:
-        print(f"{'-':12}  {name}: not built (`dflash env build {name}`)")
+        print(f"{'not built':12}  {name}: `dflash env build {name}` builds it")
     for name, path in listed.interpreters.items():
-        print(f"{'-':12}  {name}: {visible(path)}")
+        print(f"{'interpreter':12}  {name}: {visible(path)}, {counted(len(listed.interpreter_runs[name]), 'run')}")

@@ -31,6 +31,7 @@ PlainPath = Annotated[str, Field(pattern=r"^(/[A-Za-z0-9_-][A-Za-z0-9._-]*)+$")]
 # They reach known_hosts, ssh's ProxyCommand and commands that messages offer: no space, quote or leading `-`.
 Address = Annotated[str, Field(pattern=r"^[\w:\[][\w.:%\[\]-]*$")]
 User = Annotated[str, Field(pattern=r"^\w[\w.@+\\-]*\$?$")]
+Kind = TypeVar("Kind")
 VariableName = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
 
 
@@ -170,31 +171,28 @@ class Inventory(Entry):
 
     def target(self, name: str | None) -> tuple[str, TargetEntry]:
         """The named target, else the default one, else the only one. Raises UsageError."""
-        return _choose("target", self.targets, name or self.default_target, "--target NAME")
+        return self._choose("target", self.targets, name or self.default_target, "--target NAME")
 
     def job(self, name: str | None) -> tuple[str, JobEntry]:
         """The named job, else the default one, else the only one. Raises UsageError."""
-        return _choose("job", self.jobs, name or self.default_job, "its name")
+        return self._choose("job", self.jobs, name or self.default_job, "its name")
 
     def environment(self, name: str | None) -> tuple[str, EnvironmentEntry]:
         """The named environment, else the only one. Raises UsageError."""
-        return _choose("environment", self.environments, name, "`environment:` in the job")
+        return self._choose("environment", self.environments, name, "`environment:` in the job")
 
-
-Kind = TypeVar("Kind")
-
-
-def _choose(what: str, known: dict[str, Kind], name: str | None, how: str) -> tuple[str, Kind]:
-    if not known:
-        raise UsageError(f"the inventory has no {what}s", f"add one under `{what}s:` of inventory.yaml")
-    if name is None:
-        if len(known) == 1:
-            return next(iter(known.items()))
-        raise UsageError(f"the inventory has {len(known)} {what}s: say which", f"give {how}; known: {_listed(known)}")
-    if name not in known:
-        hint = "give --set before each change: `--set a=1 --set b=2`" if "=" in name else f"known: {_listed(known)}"
-        raise UsageError(f"the inventory has no {what} {name!r}", hint)
-    return name, known[name]
+    def _choose(self, what: str, known: dict[str, Kind], name: str | None, how: str) -> tuple[str, Kind]:
+        if not known:
+            raise UsageError(f"the inventory has no {what}s", f"add one under `{what}s:` of {self.path}")
+        if name is None:
+            if len(known) == 1:
+                return next(iter(known.items()))
+            hint = f"give {how}; known: {_listed(known)}"
+            raise UsageError(f"the inventory has {len(known)} {what}s: say which", hint)
+        if name not in known:
+            hint = "give --set before each change: `--set a=1 --set b=2`" if "=" in name else f"known: {_listed(known)}"
+            raise UsageError(f"the inventory has no {what} {name!r}", hint)
+        return name, known[name]
 
 
 def _listed(known: dict[str, Any]) -> str:

@@ -154,7 +154,7 @@ def _prepare(session: Session, asked: Plan) -> None:
     """Check the container; bring there what it lacks."""
     session.say(f"checking {session.target_name}")
     locked = asked.interpreter.lock is not None
-    request = {"release": asked.release_name, "python": asked.interpreter.path, "locked": locked}
+    request = {"run": asked.run, "release": asked.release_name, "python": asked.interpreter.path, "locked": locked}
     found = parsed(_Preflight, session.call("preflight", request, deadline=60).value)
     if found.environment_missing:
         build_locked(session, asked.interpreter)

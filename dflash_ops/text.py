@@ -58,6 +58,11 @@ def age(seconds: float) -> str:
     return f"{whole}s"
 
 
+def counted(count: int, thing: str) -> str:
+    """`1 file`, `2 files`."""
+    return f"{count} {thing}" if count == 1 else f"{count} {thing}s"
+
+
 def size(count: float) -> str:
     """A number of bytes in binary units: `812 B`, `1.4 GiB`."""
     value, unit = float(count), "B"

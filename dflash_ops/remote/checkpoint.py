@@ -32,13 +32,16 @@ def main(request: Dict[str, Any], channel: Channel) -> Dict[str, Any]:
             return {"run": paths.run, "checkpoint": new[-1], "seconds": time.monotonic() - begin}
         if not os.path.exists("/proc/%d" % pid):
             raise Refusal(
-                RUN_FAILED, "the run %s ended before the checkpoint was written" % paths.run, "`dflash status` says how"
+                RUN_FAILED,
+                "the run %s ended before the checkpoint was written" % paths.run,
+                "`dflash status %s` says how" % paths.run,
+                "not-running",
             )
         if time.monotonic() - begin > float(request["timeout"]):
             raise Refusal(
                 TEMPORARY,
                 "no new checkpoint within %g s; the trainer was asked and may still write it" % request["timeout"],
-                "`dflash status` shows the newest one",
+                "`dflash status %s` shows the newest one" % paths.run,
             )
         channel.pause(_POLL)
 
@@ -51,7 +54,8 @@ def _main_pid(paths: RunPaths) -> int:
     """The trainer's PID, when it is this run's and listens for the signal. Raises Refusal."""
     unit = common.show_units([paths.unit])[paths.unit]
     if unit.get("ActiveState") != "active" or unit.get("SubState") != "running":
-        raise Refusal(RUN_FAILED, "the run %s is not running" % paths.run, "`dflash status` says how it is")
+        message = "the run %s is not running" % paths.run
+        raise Refusal(RUN_FAILED, message, "`dflash status %s` says how it is" % paths.run, "not-running")
     started = common.read_json(paths.started) or {}
     if started.get("invocation_id") != unit.get("InvocationID"):
         raise Refusal(
@@ -63,7 +67,7 @@ def _main_pid(paths: RunPaths) -> int:
         raise Refusal(
             TEMPORARY,
             "the trainer of run %s does not take requests yet" % paths.run,
-            "try again after its first step (`dflash wait --for step`)",
+            "try again after its first step (`dflash wait %s --for step`)" % paths.run,
             "not-listening",
         )
     return pid

@@ -19,6 +19,7 @@ RUN_NAME = re.compile(r"[a-z0-9][a-z0-9-]{0,62}\Z")
 ROOT = re.compile(r"(/[A-Za-z0-9._-]+)+\Z")
 
 # Exit codes of the laptop's command, as dflash_ops.errors.Exit names them.
+USAGE = 2
 TEMPORARY = 75
 CONFIGURATION = 78
 RUN_FAILED = 100
@@ -256,7 +257,7 @@ class RunPaths:
 
     def __init__(self, root: str, run: str) -> None:
         if not RUN_NAME.match(run):
-            raise Refusal(2, "%r is not a run name" % run)
+            raise Refusal(USAGE, "%r is not a run name" % run)
         self.run = run
         self.unit = "dflash-%s.service" % run
         self.directory = os.path.join(checked_root(root), "runs", run)

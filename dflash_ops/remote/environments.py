@@ -26,7 +26,7 @@ _HASH = re.compile(r"[0-9a-f]{32}\Z")
 def main(request: Dict[str, Any], channel: Channel) -> Dict[str, Any]:
     """request: `root`; `do`: list, platform (with `python`) or build (see `build`)."""
     if request["do"] == "list":
-        return {"environments": listing(request["root"])}
+        return {"environments": listing(request["root"]), "interpreters": _interpreters(request["root"])}
     if request["do"] == "platform":
         return _platform(request["python"])
     return build(request, channel)
@@ -57,6 +57,16 @@ def listing(root: str) -> List[Dict[str, Any]]:
                     }
                 )
     return sorted(found, key=lambda each: -(each["built"] or 0))
+
+
+def _interpreters(root: str) -> Dict[str, List[str]]:
+    """The runs that were launched with an interpreter that dflash did not build, by its path."""
+    users: Dict[str, List[str]] = {}
+    for run in common.run_names(root):
+        spec = common.read_json(common.RunPaths(root, run).spec) or {}
+        if spec.get("python") and not spec.get("lock"):
+            users.setdefault(str(spec["python"]), []).append(run)
+    return users
 
 
 def _platform(python: str) -> Dict[str, Any]:

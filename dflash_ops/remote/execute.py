@@ -10,7 +10,7 @@ import subprocess
 from typing import Any, Dict
 
 from dflash_ops.remote import common
-from dflash_ops.remote.common import CONFIGURATION, Channel, Refusal
+from dflash_ops.remote.common import CONFIGURATION, USAGE, Channel, Refusal
 
 _CHUNK = 1 << 16
 
@@ -43,7 +43,7 @@ def main(request: Dict[str, Any], channel: Channel) -> Dict[str, Any]:
             start_new_session=True,
         )
     except ValueError as error:
-        raise Refusal(2, "the command cannot be run: %s" % error) from error
+        raise Refusal(USAGE, "the command cannot be run: %s" % error) from error
     try:
         return {"run": paths.run, "status": _pass_on(child, channel)}
     finally:

@@ -8,7 +8,7 @@ import time
 from typing import Any, Dict
 
 from dflash_ops.remote import common, store
-from dflash_ops.remote.common import CONFIGURATION, TEMPORARY, Channel, Refusal
+from dflash_ops.remote.common import CONFIGURATION, TEMPORARY, USAGE, Channel, Refusal, RunPaths
 
 MIN_FREE = 64 * 1024 * 1024  # bytes: a run's own files and its first log lines
 MIN_SYSTEMD = 240  # Type=exec and StandardOutput=append:
@@ -16,8 +16,13 @@ _ASK = "import sys,json;print(json.dumps([list(sys.version_info[:3]),sys.executa
 
 
 def main(request: Dict[str, Any], channel: Channel) -> Dict[str, Any]:
-    """request: `root`; `release`, a name; `python`, the interpreter's path; `locked`, whether dflash builds it."""
+    """request: `root`; `run`, its name; `release`, a name; `python`, the interpreter's path; `locked`, whether dflash
+    builds it.
+    """
     root = common.checked_root(request["root"])
+    paths = RunPaths(root, request["run"])
+    if os.path.exists(paths.started):  # what a launch left that was cut off, the start looks into
+        raise taken(paths, common.show_units([paths.unit]).get(paths.unit, {}))
     systemd = systemd_version()
     os.makedirs(os.path.join(root, "runs"), exist_ok=True)
     space = os.statvfs(root)
@@ -43,6 +48,13 @@ def main(request: Dict[str, Any], channel: Channel) -> Dict[str, Any]:
 _FREE = "free space there (`dflash gc` shows what may go)"
 
 
+def taken(paths: RunPaths, unit: Dict[str, str]) -> Refusal:
+    """A name is used once: there is, or was, a run of it."""
+    state = unit.get("ActiveState") if unit.get("LoadState") not in (None, "not-found") else "ended"
+    message = "the run %s is already there (%s)" % (paths.run, state)
+    return Refusal(USAGE, message, "choose another name, or look: `dflash status %s`" % paths.run, "taken")
+
+
 def systemd_version() -> int:
     """The version of the systemd that is PID 1. Raises Refusal when it is another init or too old."""
     if not os.path.isdir("/run/systemd/system"):
@@ -65,7 +77,7 @@ def interpreter_version(python: str) -> str:
         raise Refusal(
             CONFIGURATION,
             "there is no %s in the container" % python,
-            "correct `python` of the environment in inventory.yaml",
+            "correct `python` of the environment in the inventory",
             "no-python",
         )
     done = common.call([python, "-I", "-S", "-c", _ASK], 20)

@@ -15,6 +15,7 @@ from dflash_ops.remote.common import Channel, Refusal, RunPaths
 # Keys of a metrics line that the laptop draws a history of; the newest line goes over whole.
 _HISTORY = ("step", "total_steps", "time", "loss", "accept_length", "tokens_per_second", "step_seconds")
 _UNIT_SUCCESS = "7ad2d189f7e94e70a38c781354912448"  # SD_MESSAGE_UNIT_SUCCESS of systemd
+_MEASURABLE = 0.2  # seconds: CPU time is counted in ticks of 10 ms
 _CHECKPOINT = re.compile(r"step-([0-9]{1,12})\Z")
 
 
@@ -242,13 +243,15 @@ def _names(path: str) -> List[str]:
 def _busy(
     unit: Dict[str, Any], before: Optional[List[float]], log: Dict[str, Any], now: float
 ) -> Optional[Dict[str, float]]:
-    """CPU seconds used over an interval; a second is spent on it only when the log has been silent."""
+    """CPU seconds used over an interval; a second is spent on it only when the log has been silent, else it is given
+    when the other probes took long enough for the kernel's clock ticks to say something.
+    """
     if before is None:
         return None
     silent = log["kind"] != "file" or now - log["mtime"] > 30
     if silent:
         time.sleep(max(0.0, 1.0 - (time.monotonic() - before[0])))
     after = _cpu(unit)
-    if after is None:
+    if after is None or after[0] - before[0] < _MEASURABLE:
         return None
     return {"used": max(0.0, after[1] - before[1]), "over": after[0] - before[0]}

@@ -89,9 +89,7 @@ def _refuse_twin(paths: RunPaths, version: int) -> None:
             record_start(paths, version)
             started = True
         if started:
-            state = unit.get("ActiveState") if loaded else "ended"
-            message = "the run %s is already there (%s)" % (paths.run, state)
-            raise Refusal(TEMPORARY, message, "choose another name, or look: `dflash status %s`" % paths.run, "taken")
+            raise preflight.taken(paths, unit)
         _forget_unstarted(paths)  # cut off before its unit: nothing ever ran
     elif loaded:
         if unit.get("ActiveState") not in ("inactive", "failed"):

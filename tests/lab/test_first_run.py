@@ -71,7 +71,7 @@ def test_launching_again_sends_no_release(dflash: Dflash) -> None:
 
 def test_a_run_name_is_used_once(dflash: Dflash) -> None:
     dflash.launch("once")
-    dflash("launch", "job", "--run", "once", code=75)
+    dflash("launch", "job", "--run", "once", code=2)
     assert dflash.state("once") == "running"
 
 
@@ -107,7 +107,7 @@ def test_a_launch_that_is_killed_while_it_waits_leaves_one_run(dflash: Dflash, h
     launching.wait(30)
     status = dflash.wait_state("orphan", "running")
     assert status["unit"]["kind"] == "running"
-    dflash("launch", "job", "--run", "orphan", code=75)
+    dflash("launch", "job", "--run", "orphan", code=2)
 
 
 @pytest.mark.parametrize("enter", ["pct", "lxc-attach"])

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from dflash_ops.environment import build, interpreter, listing, platform_tags, uses
+from dflash_ops.environment import build, interpreter, listing, platform_tags, render, uses
 from dflash_ops.errors import ConfigurationError, DflashError, UsageError
 from dflash_ops.inventory import load_inventory
 from dflash_ops.session import Session
@@ -105,8 +105,9 @@ def test_built_offline_it_works_is_listed_and_is_never_built_twice(session: Sess
     assert listed.not_built == ["bad"]
     assert uses(listed, "locked").runs == uses(listed, report.lock[:8]).runs == ["r1"]
     assert uses(listed, "bad").runs == []
-    with pytest.raises(ConfigurationError, match="no locked environment"):
+    with pytest.raises(UsageError, match="no environment 'other'") as caught:
         uses(listed, "other")
+    assert caught.value.hint == "known: bad, locked, there"
 
 
 @needs_uv
@@ -153,3 +154,24 @@ def request(session: Session, **changes: Any) -> dict[str, Any]:
 def test_an_environment_can_only_be_named_by_a_hash(session: Session, lock: str) -> None:
     with pytest.raises(DflashError, match="not the hash"):
         list(session.stream("environments", request(session, lock=lock)))
+
+
+def test_an_interpreter_s_runs_are_listed_and_every_line_says_what_it_is(
+    session: Session, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, spec in (("r1", {"python": "/opt/venv/bin/python"}), ("r2", {"python": "/other", "lock": None})):
+        run = Path(session.root, "runs", name)
+        run.mkdir(parents=True)
+        (run / "spec.json").write_text(json.dumps(spec))
+    listed = listing(session)
+    assert uses(listed, "there").runs == ["r1"]
+    render(listed)
+    lines = capsys.readouterr().out.splitlines()
+    assert "interpreter   there: /opt/venv/bin/python, 1 run" in lines
+    assert "not built     locked: `dflash env build locked` builds it" in lines
+
+
+def test_the_inventory_in_use_is_named(session: Session) -> None:
+    with pytest.raises(UsageError) as caught:
+        build(session, "there")
+    assert str(session.inventory.path) in caught.value.hint

@@ -17,7 +17,7 @@ import pytest
 
 from dflash_ops.diff import compare_code, compare_facts, compare_specs, diff, flat
 from dflash_ops.doctor import Line, Node, doctor, gpu_lines, node_lines, python_lines, release_line, system_lines
-from dflash_ops.errors import ConfigurationError
+from dflash_ops.errors import ConfigurationError, UsageError
 from dflash_ops.facts import Facts, read_facts
 from dflash_ops.inventory import Inventory, TargetEntry
 from dflash_ops.release import Release, ReleaseFile
@@ -223,7 +223,7 @@ def said(lines: Any, topic: str) -> Line:
 
 
 def all_lines(facts: Facts) -> list[Line]:
-    return [*system_lines(facts, facts.time, 0.5), *python_lines(facts), *gpu_lines(facts, None)]
+    return [*system_lines(facts, facts.time, 0.5), *python_lines(facts, "build it"), *gpu_lines(facts, None)]
 
 
 def test_a_healthy_container_has_only_ok_lines() -> None:
@@ -353,15 +353,19 @@ def test_a_trainer_edited_in_the_container_is_named() -> None:
     assert (line.level, "trainer/b.py" in line.text) == ("fail", True)
 
 
-def ssh_lines(folder: Path, monkeypatch: pytest.MonkeyPatch, answers: list[Any], **entry: Any) -> list[Line]:
+def ssh_lines(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, answers: list[Any], environment: str | None = None, **entry: Any
+) -> list[Line]:
     """What doctor says of a host; `answers`: of the host, then of the container. An empty list connects for real."""
-    given = {"hosts": {"main": {"address": "127.0.0.1", "port": 1, "ssh_config": "/dev/null", **entry}}}
+    given: dict[str, Any] = {"hosts": {"main": {"address": "127.0.0.1", "port": 1, "ssh_config": "/dev/null", **entry}}}
     targets = {"far": {"host": "main", "container": 200}}
-    inventory = Inventory.model_validate({"path": folder / "inventory.yaml", **given, "targets": targets})
+    environments = {"built": {"lock": folder / "lock.txt", "python": "3.11"}, "there": {"python": "/opt/python"}}
+    given.update(targets=targets, environments=environments)
+    inventory = Inventory.model_validate({"path": folder / "inventory.yaml", **given})
     if answers:
         transport = FakeTransport({"node": answers[:1], "facts": answers[1:]})
         monkeypatch.setattr("dflash_ops.transport.framed.FramedTransport", lambda *_: transport)
-    return list(doctor(open_session(inventory, "far"), None).lines)
+    return list(doctor(open_session(inventory, "far"), environment).lines)
 
 
 def test_a_key_file_that_is_not_there_is_no_host_that_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -385,6 +389,20 @@ def test_only_a_host_without_python_is_passed_over(tmp_path: Path, monkeypatch: 
     assert (seen["ssh"], seen["node"], seen["container"]) == ("ok", "unknown", "fail")
     (line,) = ssh_lines(tmp_path, monkeypatch, [Misconfigured("something else"), down])
     assert (line.topic, line.level) == ("ssh", "fail")
+
+
+def test_an_environment_that_is_not_there_is_cured_by_its_own_kind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "lock.txt").write_text("torch==2.11\n")
+    value = json.loads((FIXTURES / "facts.json").read_text()) | {"python": {"error": "no such file"}}
+    cures = {"built": "`dflash env build built`", "there": f"environment there in {tmp_path}/inventory.yaml"}
+    for environment, cure in cures.items():
+        lines = ssh_lines(tmp_path, monkeypatch, [NoPython("none"), value], environment)
+        assert cure in str(said(lines, "python").cure)
+    with pytest.raises(UsageError) as caught:
+        ssh_lines(tmp_path, monkeypatch, [NoPython("none"), value], "nope")
+    assert caught.value.hint == "known: built, there"
 
 
 # ---- diff --------------------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -22,7 +23,7 @@ from dflash_ops.errors import Exit, UsageError
 from dflash_ops.exec import execute
 from dflash_ops.kill import KillOptions, kill, look, question
 from dflash_ops.remote import checkpoint as remote_checkpoint
-from dflash_ops.remote import common
+from dflash_ops.remote import common, preflight
 from dflash_ops.remote import stop as remote_stop
 from dflash_ops.report import Status
 from dflash_ops.runs import runs
@@ -36,6 +37,16 @@ from tests.ops.evidence import BOOT, INVENTORY, INVOCATION
 from tests.ops.inprocess import InProcess
 
 ABSENT = {"LoadState": "not-found", "ActiveState": "inactive", "Result": "success"}
+
+
+WELL = {
+    "time": 1.0,
+    "result": "success",
+    "exit_code": "exited",
+    "exit_status": "0",
+    "invocation_id": INVOCATION,
+    "boot_id": BOOT,
+}
 
 
 def alive(pid: int = 1, **changes: str) -> dict[str, str]:
@@ -466,10 +477,51 @@ def test_another_incarnation_of_the_unit_is_not_sent_the_signal(
         checkpoint(container.session(), "r1", 20)
 
 
-def test_a_run_that_ended_is_not_asked(container: Container) -> None:
-    container.run("r1", ABSENT)
-    with pytest.raises(RemoteRefusal, match="not running"):
+@pytest.mark.parametrize(
+    ("records", "code", "words"),
+    [
+        ({}, Exit.RUN_LOST, "lost, systemd no longer knows the unit"),
+        ({"kill_requested": {"time": 1.0, "by": "ann@laptop", "grace": 45}, "exit": WELL}, Exit.RUN_CANCELLED, "ann"),
+        ({"exit": {**WELL, "result": "exit-code", "exit_status": "1"}}, Exit.RUN_FAILED, "failed, exit 1"),
+        ({"exit": WELL}, Exit.USAGE, "succeeded"),
+    ],
+)
+def test_a_run_that_ended_is_not_asked_and_said_to_be_what_it_is(
+    container: Container, records: dict[str, Any], code: Exit, words: str
+) -> None:
+    container.run("r1", ABSENT, **records)
+    with pytest.raises(RemoteRefusal, match="the run r1 is not running: ") as caught:
         checkpoint(container.session(), "r1", 20)
+    assert (caught.value.code, words in caught.value.message) == (code, True)
+    assert caught.value.hint == "`dflash status r1` says how it is"
+
+
+def test_cpu_use_is_given_only_when_it_could_be_measured(container: Container, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(time, "sleep", threading.Event().wait)  # for real
+    container.run("r1", alive(os.getpid()))
+    assert status(container.session(), "r1").cpu is None
+    os.utime(container.root / "runs/r1/log", (time.time() - 60,) * 2)
+    cpu = status(container.session(), "r1").cpu
+    assert cpu is not None
+    assert cpu.over >= 1
+
+
+# ---- launch --------------------------------------------------------------------------------------------------
+
+
+def test_a_name_that_was_used_is_refused_before_anything_is_sent(
+    container: Container, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(preflight, "systemd_version", lambda: 252)
+    request = {"run": "r1", "release": "a" * 32, "python": sys.executable, "locked": False}
+    for unit, state in ((ABSENT, "ended"), (alive(), "active")):
+        if not (container.root / "runs/r1").exists():
+            container.run("r1", unit)
+        container.units["dflash-r1.service"] = unit
+        with pytest.raises(RemoteRefusal, match=rf"r1 is already there \({state}\)") as caught:
+            container.session().call("preflight", request)
+        assert (caught.value.code, caught.value.reason) == (Exit.USAGE, "taken")
+    assert container.session().call("preflight", {**request, "run": "r2"}).value["release"] == "missing"
 
 
 # ---- kill --------------------------------------------------------------------------------------------------
