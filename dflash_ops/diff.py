@@ -14,7 +14,7 @@ from dflash_ops.facts import Cache, Facts, Torch, Unread, read_facts
 from dflash_ops.probes.gpu import GpuDevices
 from dflash_ops.run import RunSpec, check_run_name
 from dflash_ops.session import Session
-from dflash_ops.text import size, visible
+from dflash_ops.text import visible
 
 Section = Literal["packages", "torch", "driver", "gpus", "code", "config", "data", "cache", "environment", "system"]
 
@@ -146,12 +146,12 @@ def _gpus(facts: Facts) -> dict[str, str]:
 
 
 def _cache(facts: Facts) -> dict[str, str]:
-    """By key, not by size: a warm cache grows a little in every run."""
+    """By key, not by size: a warm cache grows in every run."""
     if not isinstance(facts.compile_cache, Cache):
         return {"compile cache": facts.compile_cache.error}
     cache = facts.compile_cache
     found = {"state": "warm" if cache.files else "empty"}
-    found.update({f"key {key}": f"{size(one.bytes)} in {one.files} files" for key, one in cache.keys.items()})
+    found.update({f"key {key}": "there" for key in cache.keys})
     return found
 
 

@@ -16,7 +16,7 @@ from dflash_ops.inventory import TargetEntry
 from dflash_ops.probes.gpu import GpuDevices, GpuNone, GpuUnknown
 from dflash_ops.release import Release, pack, trainer_source
 from dflash_ops.session import Session, parsed
-from dflash_ops.text import age, size, visible
+from dflash_ops.text import age, counted, size, visible
 from dflash_ops.transport.base import NoPython, TransportError
 
 Level = Literal["ok", "warn", "fail", "unknown"]
@@ -341,7 +341,10 @@ def _torch_lines(facts: Facts) -> Iterator[Line]:
             names = [one.file for one in files.changed] + [f"{name} (added)" for name in files.added]
             yield fail("torch", f"changed by hand: {visible(', '.join(names[:5]), 300)}", cure)
         elif files.state == "intact":
-            yield ok("torch", f"{files.checked} files of its tracing and compiling code are as the wheel brought them")
+            yield ok(
+                "torch",
+                f"{counted(files.checked, 'file')} of its tracing and compiling code are as the wheel brought them",
+            )
         else:
             yield unknown("torch", visible(files.reason, 200))
     elif isinstance(torch, Unread):
@@ -401,7 +404,11 @@ def _cuda_lines(facts: Facts, devices: int) -> Iterator[Line]:
             cure = "a CUDA build of torch, a driver that is new enough for it, /dev/nvidia-uvm: see the lines above"
             yield fail("cuda", f"torch {visible(seen.version)} (CUDA {seen.cuda}) sees no GPU", cure)
         elif seen.devices != devices:
-            yield warn("cuda", f"torch sees {seen.devices} GPUs, nvidia-smi {devices}", "is CUDA_VISIBLE_DEVICES set?")
+            yield warn(
+                "cuda",
+                f"torch sees {counted(seen.devices, 'GPU')}, nvidia-smi {devices}",
+                "is CUDA_VISIBLE_DEVICES set?",
+            )
         else:
             yield ok("cuda", f"torch {visible(seen.version)} (CUDA {seen.cuda}) sees {seen.devices}")
 
@@ -414,7 +421,7 @@ def release_line(facts: Facts, release: Release) -> Line:
     here = {f"trainer/{file.path}": file.sha256 for file in release.files}
     there = {name: digest for name, digest in kept.files.items() if name.startswith("trainer/")}
     if here == there:
-        return ok("release", f"{release.name[:12]}: {len(here)} files in the container equal those here")
+        return ok("release", f"{release.name[:12]}: {counted(len(here), 'file')} in the container as here")
     wrong = sorted(name for name in {*here, *there} if here.get(name) != there.get(name))
     cure = "somebody edited it in the container: launch again, a damaged release is sent anew"
     return fail("release", f"{release.name[:12]} in the container differs: {visible(', '.join(wrong[:5]), 300)}", cure)
@@ -428,4 +435,4 @@ def cache_line(facts: Facts) -> Line:
     if not cache.files:
         return ok("cache", f"{visible(cache.path, 80)} is empty: the first run on GPUs compiles anew")
     keys = ", ".join(visible(key, 40) for key in list(cache.keys)[:3])
-    return ok("cache", f"{size(cache.bytes)} in {cache.files} files; newest keys {keys}")
+    return ok("cache", f"{size(cache.bytes)} in {counted(cache.files, 'file')}; newest keys {keys}")

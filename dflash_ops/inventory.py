@@ -257,12 +257,21 @@ def read_yaml(data: bytes, path: Path) -> tuple[Any, Lines]:
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         line = mark.line + 1 if mark else 1
-        raise ConfigurationError(
-            f"{path}:{line}: {error.problem or error.context}", "correct the YAML there"
-        ) from error
+        raise ConfigurationError(f"{path}:{line}: {error.problem or error.context}", _yaml_cure(error)) from error
     except (yaml.YAMLError, UnicodeDecodeError, ValueError, RecursionError) as error:
         reason = " ".join(str(error).split())[:200]
         raise ConfigurationError(f"{path}: it is not YAML: {reason}", "correct the file") from error
+
+
+def _yaml_cure(error: yaml.MarkedYAMLError) -> str:
+    problem = error.problem or ""
+    if "'\\t'" in problem:
+        return "write spaces instead of the tab, and indent like the line above"
+    if problem.startswith("expected <block end>"):
+        return "indent with spaces, like the line above"
+    if problem.startswith(("mapping values are not allowed", "could not find expected ':'")):
+        return "look at the line above too: is a colon missing, or the indent off? (text that holds `: ` needs quotes)"
+    return "correct the YAML there"
 
 
 def _mark(node: yaml.Node, where: tuple[str | int, ...], lines: Lines, path: Path, seen: list[int]) -> None:

@@ -69,8 +69,8 @@ class Progress:
 def pull(session: Session, options: PullOptions, progress: Progress) -> Pulled:
     """Bring files of a run to `options.to`/<run>/.
 
-    Raises ConfigurationError when the disk here has no room or holds something else under a name, DflashError when a
-    file differs from its hash twice.
+    Raises RemoteRefusal when there is nothing to bring, ConfigurationError when the disk here has no room or holds
+    something else under a name, DflashError when a file differs from its hash twice.
     """
     if options.run is not None:
         check_run_name(options.run)

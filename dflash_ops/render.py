@@ -9,7 +9,7 @@ import math
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -59,6 +59,16 @@ _BAD = ("failed", "lost", "stalled")
 
 
 class _Console(Console):
+    def print(self, *objects: Any, **options: Any) -> None:
+        """See rich. Where nobody looks at columns, lines end where their text does."""
+        if self.is_terminal:
+            super().print(*objects, **options)
+            return
+        with self.capture() as captured:
+            super().print(*objects, **options)
+        for line in captured.get().removesuffix("\n").split("\n"):
+            print(line.rstrip())
+
     def on_broken_pipe(self) -> None:
         """The command line ends it, as it does for all that is printed otherwise."""
         raise BrokenPipeError
@@ -173,8 +183,8 @@ def gpu_table(gpu: GpuDevices, roles: GpuRoles) -> Table:
     return table
 
 
-def progress_line(progress: Progress) -> Text:
-    """Steps, loss with its history, accepted length, speed, time left."""
+def progress_line(progress: Progress, *, over: bool) -> Text:
+    """Steps, loss with its history, accepted length, speed, and the time left unless it is over."""
     last = progress.last
     line = Text(last.of_total)
     if last.total_steps:
@@ -186,7 +196,7 @@ def progress_line(progress: Progress) -> Text:
         line.append(f"  accepts {last.accept_length:.2f}")
     if last.tokens_per_second is not None:
         line.append(f"  {count(last.tokens_per_second)} tok/s")
-    if progress.remaining is not None and last.total_steps and last.step < last.total_steps:
+    if not over and progress.remaining is not None and last.total_steps and last.step < last.total_steps:
         line.append(f"  {age(progress.remaining)} left")
     return line
 
@@ -219,7 +229,7 @@ def status_view(status: Status, *, lines: int | None = None) -> RenderableType:
     table.add_row("log", mark("none" if over else status.log.answer), Text(log_line(status.log)))
     table.add_row("gpu", mark(status.gpu.answer), Text(gpu_line(status.gpu)))
     if status.progress is not None:
-        table.add_row("step", "", progress_line(status.progress))
+        table.add_row("step", "", progress_line(status.progress, over=over))
         workers = _workers_line(status.progress)
         if workers:
             table.add_row("busy", "", Text(workers))
@@ -271,7 +281,9 @@ def runs_table(answer: Runs) -> Table:
         begun = run.asked.launched.epoch if run.asked is not None else None
         since = "" if begun is None else age(run.now.epoch - begun)
         state = Text(run.state, style=STATE_STYLES[run.state])
-        table.add_row(run.run, state, *marks, step, loss, since, Text(run.reason, style="dim" if done else ""))
+        # A line a run: what is cut off here, `dflash status` says.
+        reason = Text(run.reason, style="dim" if done else "", no_wrap=True, overflow="ellipsis")
+        table.add_row(run.run, state, *marks, step, loss, since, reason)
     return table
 
 
@@ -314,8 +326,6 @@ def show_pulled(answer: Pulled) -> None:
         screen.print(f"{name} was deleted by the trainer while it was pulled (checkpoint.keep_last says how many stay)")
     for name in answer.refused:
         screen.print(f"left out because of its name: {name}")
-    if not (answer.files or answer.kept or answer.vanished):
-        screen.print(f"run {answer.run} has none of these files yet")
 
 
 class _Bar(PullProgress):

@@ -58,18 +58,20 @@ def reached(status: Status, goal: Goal) -> bool:
 def wait(session: Session, options: WaitOptions) -> Waited:
     """Wait until the run has come as far as `goal`, has ended, or `timeout` seconds have passed.
 
-    Each change of state is said once. Raises DflashError when the time is up before the container answered at all.
+    Each change of state but the last is said, which the answer holds. Raises DflashError when the time is up before the
+    container answered at all.
     """
     begin = time.monotonic()
     end = None if options.timeout is None else begin + options.timeout
     status: Status | None = None
     try:
         for current in _statuses(session, options.run, end):
-            if status is None or current.state != status.state:
-                session.say(f"run {current.run} {current.state}" + (f": {current.reason}" if current.reason else ""))
+            said = status is not None and current.state == status.state
             status = current
             if reached(status, options.goal) or status.verdict.finished or (end and time.monotonic() >= end):
-                break
+                break  # the answer says it
+            if not said:
+                session.say(f"run {current.run} {current.state}" + (f": {current.reason}" if current.reason else ""))
     except TransportError:
         if status is None or end is None or time.monotonic() < end - _EVERY:
             raise

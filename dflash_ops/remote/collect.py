@@ -58,9 +58,8 @@ def _removable(root: str, request: Dict[str, Any], channel: Channel) -> Iterator
         if now - _ended_at(RunPaths(root, run)) >= float(request["older_than"]) and run not in resumed
     ]
     for run in old:
-        yield _item(
-            RunPaths(root, run).directory, "run", "ended %d days ago" % _days(RunPaths(root, run), now), channel
-        )
+        paths = RunPaths(root, run)
+        yield _item(paths.directory, "run", "ended %s ago" % _age(now - _ended_at(paths)), channel)
     staying = [run for run in runs if run not in old]
     specs = [common.read_json(RunPaths(root, run).spec) or {} for run in staying]
     for folder, key, kind in (("releases", "release", "release"), ("env", "lock", "environment")):
@@ -79,7 +78,7 @@ def _removable(root: str, request: Dict[str, Any], channel: Channel) -> Iterator
                 yield _item(path, "leftover", "of a removal that was cut off", channel)
     for path, age in _compile_caches(root, live, now):
         if request["caches"] or age >= float(request["older_than"]):
-            yield _item(path, "cache", "%s, last used %d days ago" % (_made_for(path), age // 86400), channel)
+            yield _item(path, "cache", "%s, last used %s ago" % (_made_for(path), _age(age)), channel)
     if request["caches"] and not live:
         for name in ("uv", "pycache"):
             path = os.path.join(root, "cache", name)
@@ -164,8 +163,13 @@ def _ended_at(paths: RunPaths) -> float:
     return max(times)
 
 
-def _days(paths: RunPaths, now: float) -> int:
-    return int((now - _ended_at(paths)) // 86400)
+def _age(seconds: float) -> str:
+    """`3 days`, `1 hour`, `less than a minute`."""
+    for unit, size in (("day", 86400), ("hour", 3600), ("minute", 60)):
+        many = int(seconds // size)
+        if many > 0:
+            return "%d %s%s" % (many, unit, "" if many == 1 else "s")
+    return "less than a minute"
 
 
 def _set_aside(path: str) -> Optional[str]:

@@ -11,7 +11,7 @@ import zlib
 from typing import Any, Dict, Iterator, List, Optional, Tuple
 
 from dflash_ops.remote import common, probe
-from dflash_ops.remote.common import Channel, RunPaths
+from dflash_ops.remote.common import CONFIGURATION, TEMPORARY, Channel, Refusal, RunPaths
 
 CHUNK = 512 * 1024
 _SECRET = ("env",)
@@ -24,16 +24,29 @@ def main(request: Dict[str, Any], channel: Channel) -> Dict[str, Any]:
     request: `root`; `run` or null; `what`: checkpoints, metrics, log or all; `have` {path: bytes already there};
     `kept` {checkpoint: sha256 of its manifest} of those that are there in whole. Events: {run}; {plan: [[path, size]],
     kept}; then for each file {begin: path, offset}, {size, packed} with data (zlib's if packed)…, {end: path, sha256,
-    size} or {vanished: path}. Result: {}.
+    size} or {vanished: path}. Result: {}. Raises Refusal when there is nothing.
     """
     paths = common.find_run(request["root"], request.get("run"))
-    channel.event(run=paths.run)
     kept = _kept(paths, request["kept"])
     plan = [(path, size) for path, size in _wanted(paths, request["what"]) if _checkpoint_of(path) not in kept]
+    if not (plan or kept):
+        raise _nothing(paths, request["what"])
+    channel.event(run=paths.run)
     channel.event(plan=[list(entry) for entry in plan], kept=sorted(kept))
     for path, size in plan:
         _send(paths, path, size, int(request["have"].get(path, 0)), channel)
     return {}
+
+
+def _nothing(paths: RunPaths, what: str) -> Refusal:
+    """There is nothing to send, yet or for good."""
+    thing = {"checkpoints": "checkpoint", "all": "files"}.get(what, what)
+    unit = common.show_units([paths.unit]).get(paths.unit, {})
+    if unit.get("LoadState") == "not-found" or unit.get("ActiveState") in ("inactive", "failed"):
+        message = "the run %s has ended and left no %s" % (paths.run, thing)
+        return Refusal(CONFIGURATION, message, "`dflash status %s` says how it went" % paths.run, "nothing")
+    hint = "`dflash checkpoint %s` makes one now" if thing == "checkpoint" else "`dflash status %s` says how far it is"
+    return Refusal(TEMPORARY, "the run %s has no %s yet" % (paths.run, thing), hint % paths.run, "nothing")
 
 
 def _checkpoint_of(path: str) -> Optional[str]:

@@ -462,6 +462,12 @@ def _explain(error: Exception, where: str, connection: Connection) -> TransportE
             if copy
             else "set `identity` and `user` of the host, or load a key into the agent",
         )
+    if isinstance(error.__context__, EOFError | ConnectionError) and "banner" in text.lower():
+        return Unreachable(
+            f"{where} closed the connection before its ssh greeting",
+            "is it an ssh server, or a tunnel or firewall on the way that leads nowhere? check `address` and `port`",
+            detail=text,
+        )
     if isinstance(error, TimeoutError) or "imed out" in text or "banner" in text.lower():
         return Unreachable(f"{where} did not answer in time", "is the host up, and the address right?", detail=text)
     if isinstance(error, ConnectionRefusedError | paramiko.ssh_exception.NoValidConnectionsError):

@@ -30,6 +30,7 @@ from tests.ops.evidence import spec
 from tests.ops.inprocess import InProcess
 
 FIXTURES = Path(__file__).parent / "fixtures"
+GREW = {"bytes": 1 << 40, "files": 1, "newest": 1.0}
 
 
 def given(**changes: Any) -> Facts:
@@ -424,6 +425,7 @@ def test_two_times_the_same_facts_do_not_differ_even_when_load_and_free_memory_d
         ({"gpu__command": {"state": "missing"}}, "gpus", "GPUs"),
         ({"compile_cache__files": 0}, "cache", "state"),
         ({"compile_cache__keys": {}}, "cache", "key 5f2c"),
+        ({"compile_cache__keys": {"5f2c": GREW, "c1d3": GREW}}, "cache", "key c1d3"),
         ({"system__kernel": "6.9"}, "system", "kernel"),
         ({"limits": {"open files": ["1024", "99"]}}, "system", "limit open files"),
         ({"hooks": [{"file": "/x.pth", "what": "pth", "sha256": "ab"}]}, "environment", "start-up hook /x.pth"),

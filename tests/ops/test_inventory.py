@@ -88,6 +88,22 @@ def test_a_mistake_is_named_with_its_line_and_cure(tmp_path: Path, old: str, new
 
 
 @pytest.mark.parametrize(
+    ("text", "line", "cure"),
+    [
+        ("targets:\n\tmain: {host: local}\n", 2, "spaces instead of the tab"),
+        ("targets:\n    main: {host: local}\n  other: {host: local}\n", 3, "indent with spaces, like the line above"),
+        ("targets\n  main: {host: local}\n", 2, "look at the line above too: is a colon missing"),
+        ("default_job\ntargets: {}\n", 2, "look at the line above too: is a colon missing"),
+        ("targets: {]\n", 1, "correct the YAML there"),
+    ],
+)
+def test_a_slip_in_the_yaml_has_its_cure(tmp_path: Path, text: str, line: int, cure: str) -> None:
+    said = refused(tmp_path, text)
+    assert said.startswith(f"/inventory.yaml:{line}: ")
+    assert cure in said
+
+
+@pytest.mark.parametrize(
     "text",
     [
         b"",
@@ -145,7 +161,7 @@ def test_an_inventory_without_any_is_told_where_to_add_one(tmp_path: Path) -> No
     for choose, what in ((inventory.target, "target"), (inventory.job, "job"), (inventory.environment, "environment")):
         with pytest.raises(UsageError, match=f"no {what}s") as caught:
             choose(None)
-        assert f"`{what}s:`" in caught.value.hint
+        assert caught.value.hint == f"add one under `{what}s:` of {inventory.path}"
 
 
 def test_a_home_that_is_not_there_is_a_mistake_of_the_inventory(tmp_path: Path) -> None:

@@ -43,7 +43,10 @@ def execute(root: Path, *argv: str) -> Iterator[Any]:
 
 def test_a_result_comes_back_and_is_counted(tmp_path: Path) -> None:
     way = local_transport()
-    assert way.run(Program("environments"), {"root": str(tmp_path), "do": "list"}).value == {"environments": []}
+    assert way.run(Program("environments"), {"root": str(tmp_path), "do": "list"}).value == {
+        "environments": [],
+        "interpreters": {},
+    }
     assert way.round_trips == 1
 
 
@@ -86,7 +89,10 @@ def test_megabytes_on_both_outputs_at_once_do_not_block_each_other(tmp_path: Pat
 
 def test_noise_before_and_after_makes_no_difference(tmp_path: Path) -> None:
     way = transport(f"echo Last login: today; echo motd >&2; {BOOTSTRAP}; echo goodbye")
-    assert way.run(Program("environments"), {"root": str(tmp_path), "do": "list"}).value == {"environments": []}
+    assert way.run(Program("environments"), {"root": str(tmp_path), "do": "list"}).value == {
+        "environments": [],
+        "interpreters": {},
+    }
 
 
 def test_a_host_that_says_nothing_is_left_at_the_deadline() -> None:
@@ -179,4 +185,4 @@ def test_other_work_is_done_while_a_program_runs(tmp_path: Path) -> None:
     reply = transport(command).run(
         Program("environments"), {"root": str(tmp_path), "do": "list"}, deadline=30, meanwhile=meanwhile
     )
-    assert reply.value == {"environments": []}
+    assert reply.value == {"environments": [], "interpreters": {}}

@@ -41,7 +41,7 @@ def test_every_login_shell_runs_it_alike(shell: str) -> None:
         pytest.skip(f"{shell} is not installed here")
     command = [path, "sh"] if shell == "busybox" else [path]
     done = subprocess.run([*command, "-c", BOOTSTRAP], input=sent(), capture_output=True, timeout=60, check=False)
-    assert list(FrameDecoder().feed(done.stdout)) == [("result", {"environments": []})]
+    assert list(FrameDecoder().feed(done.stdout)) == [("result", {"environments": [], "interpreters": {}})]
     assert done.stderr == b""
 
 

@@ -204,3 +204,24 @@ def test_a_file_that_never_matches_its_hash_is_never_put_in_place(
     with pytest.raises(DflashError, match="does not match"):
         bring(run, tmp_path / "here", "log")
     assert not (tmp_path / "here/r1/log").exists()
+
+
+@pytest.mark.parametrize(
+    ("unit", "what", "code", "words"),
+    [
+        ({"LoadState": "not-found"}, "checkpoints", 78, "the run r1 has ended and left no checkpoint"),
+        ({"LoadState": "loaded", "ActiveState": "active"}, "checkpoints", 75, "the run r1 has no checkpoint yet"),
+        ({"LoadState": "loaded", "ActiveState": "active"}, "metrics", 75, "the run r1 has no metrics yet"),
+    ],
+)
+def test_nothing_to_bring_is_said_and_leaves_no_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, unit: dict[str, str], what: What, code: int, words: str
+) -> None:
+    monkeypatch.setattr(remote_pull.common, "show_units", lambda units: {units[0]: unit})
+    run = tmp_path / "root" / "runs" / "r1"
+    run.mkdir(parents=True)
+    with pytest.raises(DflashError, match=words) as caught:
+        bring(run, tmp_path / "here", what)
+    assert caught.value.code == code
+    assert "r1" in caught.value.hint
+    assert not (tmp_path / "here").exists()

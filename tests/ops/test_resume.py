@@ -25,8 +25,9 @@ jobs:
 TWO = INVENTORY.replace("targets: {", "targets: {there: {host: local}, ")
 
 
-def facts(torch: str) -> dict[str, Any]:
+def facts(torch: str, *caches: str) -> dict[str, Any]:
     unread = {"error": "not read"}
+    keys = {key: {"bytes": 1229, "files": 1, "newest": 1.0} for key in caches}
     return {
         "time": 1.0,
         "boot_id": "b",
@@ -35,7 +36,7 @@ def facts(torch: str) -> dict[str, Any]:
         "driver": {"kernel": None, "library": None},
         "limits": unread,
         "disk": unread,
-        "compile_cache": unread,
+        "compile_cache": {"path": "/c", "bytes": 1, "files": 1, "keys": keys},
     }
 
 
@@ -49,7 +50,7 @@ def opened(
         "step": 200,
         "total": total,
         "then": facts("2.12"),
-        "now": facts("2.13"),
+        "now": facts("2.13", "c1d3"),
     }
     transport = FakeTransport(
         {
@@ -77,7 +78,10 @@ def test_the_new_run_is_the_old_one_from_its_checkpoint(tmp_path: Path, capsys: 
     assert request["spec"]["config"]["optimizer"] == {"lr": 1e-5}
     assert request["spec"]["config"]["pipeline"] == {"targets": ["cpu"], "drafters": ["cpu"]}
     assert "--resume-from /var/lib/dflash/runs/r7" in request["files"]["entry"]
-    assert "changed since: packages torch: 2.12 -> 2.13" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "changed since: packages torch: 2.12 -> 2.13" in said
+    assert "c1d3" not in said  # a cache grows in every run
+    assert "None" not in said
     assert [call.verb for call in transport.calls] == ["resume", "preflight", "start"]
 
 

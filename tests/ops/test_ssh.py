@@ -141,9 +141,15 @@ def test_a_program_runs_and_one_connection_serves_several(server: Server, tmp_pa
     host = open_host(tmp_path, main=server.entry())
     way = FramedTransport(host, BOOTSTRAP, lambda text, status: None)
     for _ in range(3):
-        assert way.run(Program("environments"), {"root": str(tmp_path), "do": "list"}).value == {"environments": []}
+        assert way.run(Program("environments"), {"root": str(tmp_path), "do": "list"}).value == {
+            "environments": [],
+            "interpreters": {},
+        }
     transport = host.connect()
-    assert way.run(Program("environments"), {"root": str(tmp_path), "do": "list"}).value == {"environments": []}
+    assert way.run(Program("environments"), {"root": str(tmp_path), "do": "list"}).value == {
+        "environments": [],
+        "interpreters": {},
+    }
     assert host.connect() is transport
     way.close()
     assert not transport.is_active()
@@ -189,7 +195,10 @@ def test_hashed_names_are_found_and_damaged_lines_passed_over(server: Server, tm
     subprocess.run(["ssh-keygen", "-H", "-f", str(known)], check=True, capture_output=True)
     known.write_text(f"junk\nhost ssh-ed25519 !!!\n@cert-authority * ssh-rsa AAAA\n{known.read_text()}")
     assert "127.0.0.1" not in known.read_text()
-    assert ask(open_host(tmp_path, main=server.entry(known_hosts=str(known))), tmp_path) == {"environments": []}
+    assert ask(open_host(tmp_path, main=server.entry(known_hosts=str(known))), tmp_path) == {
+        "environments": [],
+        "interpreters": {},
+    }
 
 
 def test_trust_writes_what_was_accepted_and_ssh_reads_it(server: Server, tmp_path: Path) -> None:
@@ -205,7 +214,7 @@ def test_trust_writes_what_was_accepted_and_ssh_reads_it(server: Server, tmp_pat
     assert report.logged_in
     assert known.read_text() == f"# a comment without an end\n{server.known_line}"
     assert trust(inventory, "main", lambda key: False).accepted == []
-    assert ask(SshHost("main", inventory), tmp_path) == {"environments": []}
+    assert ask(SshHost("main", inventory), tmp_path) == {"environments": [], "interpreters": {}}
 
 
 def test_trust_never_takes_a_changed_key(server: Server, tmp_path: Path) -> None:
@@ -276,7 +285,10 @@ def test_a_command_that_says_nothing_is_left_at_the_deadline(server: Server, tmp
 def test_an_answer_is_taken_though_a_child_keeps_the_channel_open(server: Server, tmp_path: Path) -> None:
     host = open_host(tmp_path, main=server.entry())
     way = FramedTransport(host, f"{BOOTSTRAP}; sleep 60 &", lambda text, status: None)
-    assert way.run(Program("environments"), {"root": str(tmp_path), "do": "list"}).value == {"environments": []}
+    assert way.run(Program("environments"), {"root": str(tmp_path), "do": "list"}).value == {
+        "environments": [],
+        "interpreters": {},
+    }
     way.close()
 
 
@@ -300,12 +312,29 @@ def test_a_cut_connection_is_lost_and_the_next_call_connects_anew(server: Server
     threading.Timer(0.2, os.kill, (pid, signal.SIGKILL)).start()
     with pytest.raises(ConnectionLost, match="the connection to main broke"):
         list(chunks)
-    assert ask(host, tmp_path) == {"environments": []}
+    assert ask(host, tmp_path) == {"environments": [], "interpreters": {}}
+
+
+def test_a_tunnel_that_leads_nowhere_is_not_called_slow(server: Server, tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def close_at_once() -> None:
+            listener.accept()[0].close()
+
+        thread = threading.Thread(target=close_at_once)
+        thread.start()
+        error = refusal(tmp_path, **server.entry(port=listener.getsockname()[1]))
+        thread.join(10)
+    assert error.code == 69
+    assert "closed the connection before its ssh greeting" in error.message
 
 
 def test_jump_hosts_are_as_strict_as_the_last_one(server: Server, tmp_path: Path) -> None:
     hop = server.entry()
-    assert ask(open_host(tmp_path, main=server.entry(jump=["hop"]), hop=hop), tmp_path) == {"environments": []}
+    assert ask(open_host(tmp_path, main=server.entry(jump=["hop"]), hop=hop), tmp_path) == {
+        "environments": [],
+        "interpreters": {},
+    }
     strange = server.entry(known_hosts=str(tmp_path / "empty"))
     with pytest.raises(NotPermitted, match="is not known") as caught:
         ask(open_host(tmp_path, main=server.entry(jump=["hop"]), hop=strange), tmp_path)

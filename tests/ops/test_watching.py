@@ -412,6 +412,45 @@ def test_wait_gives_up_at_its_timeout_and_says_not_finished(container: Container
     assert (answer.reached, answer.exit_code) == (False, Exit.RUN_NOT_FINISHED)
 
 
+def test_wait_says_the_end_once(container: Container, capsys: pytest.CaptureFixture[str]) -> None:
+    container.run("r1", ABSENT, exit=WELL)
+    session = container.session()
+    session.quiet = False
+    render.show_waited(wait(session, WaitOptions("r1")))
+    seen = capsys.readouterr()
+    assert (seen.out.count("succeeded"), seen.err) == (1, "")
+
+
+def test_a_run_that_ended_has_no_time_left(container: Container) -> None:
+    folder = container.run("r1", alive(), steps=3)
+    steps = [{"kind": "step", "step": i, "total_steps": 20, "time": 1000.0 + 60 * i} for i in (1, 2, 3)]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(step) + "\n" for step in steps))
+    assert " left" in shown(render.status_view(status(container.session(), "r1")))
+    (folder / "exit.json").write_text(json.dumps({**WELL, "result": "signal", "exit_code": "killed"}))
+    container.units["dflash-r1.service"] = ABSENT
+    assert " left" not in shown(render.status_view(status(container.session(), "r1")))
+
+
+def test_piped_answers_end_where_their_text_does(container: Container, capsys: pytest.CaptureFixture[str]) -> None:
+    container.run("r1", alive())
+    render.show_status(status(container.session(), "r1"))
+    render.show_runs(runs(container.session(), 5))
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) > 5
+    assert [line for line in lines if line != line.rstrip()] == []
+
+
+def test_a_long_reason_is_one_line_of_the_table(container: Container) -> None:
+    reason = "FileNotFoundError: /srv/" + "very-long-folder/" * 30
+    container.run("r1", ABSENT, exit={**WELL, "result": "exit-code", "exit_status": "1"})
+    (container.root / "runs/r1/log").write_text(f"2026-11-30T07:20:00.123Z ERROR main {reason}\n")
+    answer = runs(container.session(), 5)
+    assert len(answer.runs[0].reason) > 100
+    stream = io.StringIO()
+    Console(file=stream, width=100).print(render.runs_table(answer))
+    assert len(stream.getvalue().splitlines()) == 2
+
+
 # ---- checkpoint --------------------------------------------------------------------------------------------
 
 TRAINER = """
