@@ -573,7 +573,7 @@ def _failed(error: DflashError) -> int:
 
 def _misread(error: Any) -> UsageError:
     """What click says of a command line, with the cure."""
-    words = error.format_message()
+    words = error.format_message().replace("Value error, ", "")  # pydantic's words, by which Typer checks values
     help_ = f"`{error.ctx.command_path} --help` shows what it takes" if error.ctx is not None else "see `dflash --help`"
     if words.startswith("Got unexpected extra argument") and "=" in words:
         help_ = f"give --set before each: `{error.ctx.command_path} --set a=1 --set b=2`"
@@ -649,7 +649,7 @@ def _run() -> int:
         return _failed(error)
     except CLICK_USAGE as error:
         if type(error).__name__ == "NoArgsIsHelpError":
-            print(error.ctx.get_help())
+            print(error.format_message(), end="")  # the help, unless Typer has shown it already
             return Exit.USAGE
         return _failed(_misread(error))
     except Exception as error:

@@ -155,7 +155,14 @@ def _prepare(session: Session, asked: Plan) -> None:
     session.say(f"checking {session.target_name}")
     locked = asked.interpreter.lock is not None
     request = {"run": asked.run, "release": asked.release_name, "python": asked.interpreter.path, "locked": locked}
-    found = parsed(_Preflight, session.call("preflight", request, deadline=60).value)
+    try:
+        found = parsed(_Preflight, session.call("preflight", request, deadline=60).value)
+    except RemoteRefusal as refusal:
+        if refusal.reason == "no-python":  # the container does not know which file says so
+            refusal.hint = (
+                f"correct `python` of environment {asked.interpreter.environment} in {session.inventory.path}"
+            )
+        raise
     if found.environment_missing:
         build_locked(session, asked.interpreter)
         session.so_far = "nothing was started"

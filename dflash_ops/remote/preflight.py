@@ -77,7 +77,7 @@ def interpreter_version(python: str) -> str:
         raise Refusal(
             CONFIGURATION,
             "there is no %s in the container" % python,
-            "correct `python` of the environment in the inventory",
+            "correct `python` of the environment",
             "no-python",
         )
     done = common.call([python, "-I", "-S", "-c", _ASK], 20)

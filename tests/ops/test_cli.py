@@ -93,6 +93,7 @@ def test_an_error_under_json_is_a_document(folder: Path) -> None:
         (["exec", "--target", "here", "none", "--", "true"], 102),
         (["launch", "--set", "a=1", "b=2", "c=3"], 2),
         (["--version"], 0),
+        (["doctor", "here", "-e", "nope"], 2),
         ([], 2),
         (["launch", "nosuch"], 2),
         (["launch", "--wait", "forever"], 2),
@@ -184,6 +185,8 @@ def test_help_names_the_defaults_and_what_may_be_given(folder: Path) -> None:
     assert "default: the job's" in launch
     assert "[[" not in launch + pull
     assert "checkpoints, metrics, log or all" in pull
+    assert dflash(folder).stdout.count("Usage:") == 1
+    assert "Value error" not in dflash(folder, "launch", "--wait", "x").stderr
     assert dflash(folder, "--version").stdout.startswith("dflash ")
 
 

@@ -347,6 +347,14 @@ def test_ctrl_c_says_whether_there_is_a_run(inventory: Inventory, events: list[A
     assert opened.so_far == words
 
 
+def test_an_interpreter_that_is_not_there_is_cured_in_the_inventory_in_use(inventory: Inventory) -> None:
+    missing = RemoteRefusal(78, "there is no /opt/venv/bin/python in the container", "look", reason="no-python")
+    opened, _ = session(inventory, preflight=[missing])
+    with pytest.raises(RemoteRefusal) as caught:
+        launch(opened, LaunchOptions("smoke", "r1"))
+    assert caught.value.hint == f"correct `python` of environment venv in {inventory.path}"
+
+
 HELD = RemoteRefusal(75, "the run r0 holds GPU 5", "wait", reason="gpus-held:r0")
 
 
