@@ -35,7 +35,7 @@ class Verbs(TyperGroup):
         except BrokenPipeError:
             _no_reader()
         except (KeyboardInterrupt, typer.Abort) as error:
-            done = Common.session.so_far if Common.session is not None else "nothing was changed"
+            done = Common.so_far if Common.session is None else Common.session.so_far
             raise DflashError(Exit.INTERRUPTED, f"interrupted: {done}") from error
 
 
@@ -68,6 +68,7 @@ class Common:
     inventory: Path | None = None
     json = False  # set by a verb's --json, so that errors are JSON as well
     session: "Session | None" = None  # the verb's, which knows what Ctrl-C leaves behind
+    so_far = "nothing was changed"  # by a verb without one
 
 
 def _version(wanted: bool) -> None:
@@ -92,6 +93,7 @@ def _common(
     Common.debug = debug
     Common.json = False
     Common.session = None
+    Common.so_far = "nothing was changed"
 
 
 def _known(what: Literal["targets", "jobs", "hosts", "environments"]) -> Callable[[str], list[str]]:
@@ -493,6 +495,7 @@ def trust(
         print(f"{key.host} shows the key {key.kind} {key.fingerprint}", file=sys.stderr)
         if not yes:
             confirm("Is that its fingerprint (on the host: `ssh-keygen -lf /etc/ssh/ssh_host_ed25519_key.pub`)?")
+        Common.so_far = f"the key of {key.host} is in {key.known_hosts}"
         return True
 
     show(verb.trust(load_inventory(Common.inventory), host, ask), json=json, render=verb.render)

@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import typer
@@ -154,6 +155,22 @@ def test_no_path_exits_with_a_code_that_is_not_listed(
         monkeypatch.setattr("dflash_ops.cli._no_reader", lambda: None)
     assert called(folder, monkeypatch, raises) == code
     assert words in capsys.readouterr().err
+
+
+def test_ctrl_c_after_a_key_was_taken_says_where_it_is(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    key = SimpleNamespace(host="main", kind="ssh-ed25519", fingerprint="SHA256:x", known_hosts="/k")
+    for taken, words in ((False, "nothing was changed"), (True, "the key of main is in /k")):
+
+        def trust(inventory: object, host: str, ask: Callable[[object], bool], taken: bool = taken) -> None:
+            if taken:
+                ask(key)
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr("dflash_ops.trust.trust", trust)
+        assert exit_code(folder, monkeypatch, "trust", "main", "-y") == 130
+        assert capsys.readouterr().err.endswith(f"interrupted: {words}\n")
 
 
 def test_a_no_is_said_and_is_no_failure(
