@@ -154,7 +154,13 @@ def _prepare(session: Session, asked: Plan) -> None:
     """Check the container; bring there what it lacks."""
     session.say(f"checking {session.target_name}")
     locked = asked.interpreter.lock is not None
-    request = {"run": asked.run, "release": asked.release_name, "python": asked.interpreter.path, "locked": locked}
+    request = {
+        "run": asked.run,
+        "gpus": asked.gpus.all if asked.needs_gpus else [],
+        "release": asked.release_name,
+        "python": asked.interpreter.path,
+        "locked": locked,
+    }
     try:
         found = parsed(_Preflight, session.call("preflight", request, deadline=60).value)
     except RemoteRefusal as refusal:
@@ -195,7 +201,6 @@ def _start(session: Session, asked: Plan) -> tuple[str, Snapshot]:
             "release": f"{session.paths.releases}/{asked.release_name}",
             "variables": asked.variables,
         },
-        "needs_gpus": asked.needs_gpus,
         "wait": asked.wait,
         "timeout": asked.timeout,
     }

@@ -79,17 +79,18 @@ def _refuse_finished(found: _Left, job: JobEntry | None, options: ResumeOptions)
     """A run that did all its steps has nothing to go on with, unless --set makes it longer."""
     if found.total is None or found.step < found.total:
         return
-    if job is not None and job.source is not None and options.set:
-        return  # what makes other code's runs longer, only it knows
+    message = f"{options.run} has finished ({found.step}/{found.total}): there is nothing to go on with"
+    if job is not None and job.source is not None:
+        if options.set:
+            return  # what makes other code's runs longer, only it knows
+        raise ConfigurationError(message, "give what makes it longer by --set")
     optimizer = changed(found.spec.config, options.set).get("optimizer")
     most = optimizer.get("max_steps") if isinstance(optimizer, dict) else None
     limited = isinstance(most, int) and most <= found.total
     if not limited and any(_LONGER.match(change) for change in options.set):
         return
-    raise ConfigurationError(
-        f"{options.run} has finished ({found.step}/{found.total}): there is nothing to go on with",
-        f"`--set {'optimizer.max_steps' if limited else 'data.epochs'}=N` with a larger N makes it longer",
-    )
+    key = "optimizer.max_steps" if limited else "data.epochs"
+    raise ConfigurationError(message, f"`--set {key}=N` with a larger N makes it longer")
 
 
 def plan_resume(session: Session, old: RunSpec, directory: str, options: ResumeOptions) -> Plan:

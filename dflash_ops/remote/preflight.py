@@ -2,27 +2,31 @@
 
 from __future__ import annotations
 
+import glob
 import json
 import os
+import re
 import time
-from typing import Any, Dict
+from typing import Any, Dict, List
 
 from dflash_ops.remote import common, store
 from dflash_ops.remote.common import CONFIGURATION, TEMPORARY, USAGE, Channel, Refusal, RunPaths
 
 MIN_FREE = 64 * 1024 * 1024  # bytes: a run's own files and its first log lines
 MIN_SYSTEMD = 240  # Type=exec and StandardOutput=append:
+_GPU_NODE = re.compile(r"/dev/nvidia\d+\Z")
 _ASK = "import sys,json;print(json.dumps([list(sys.version_info[:3]),sys.executable]))"
 
 
 def main(request: Dict[str, Any], channel: Channel) -> Dict[str, Any]:
-    """request: `root`; `run`, its name; `release`, a name; `python`, the interpreter's path; `locked`, whether dflash
-    builds it.
+    """request: `root`; `run`, its name; `gpus`, indices that must be there; `release`, a name; `python`, the
+    interpreter's path; `locked`, whether dflash builds it.
     """
     root = common.checked_root(request["root"])
     paths = RunPaths(root, request["run"])
     if os.path.exists(paths.started):  # what a launch left that was cut off, the start looks into
         raise taken(paths, common.show_units([paths.unit]).get(paths.unit, {}))
+    _refuse_missing_gpus(request["gpus"])
     systemd = systemd_version()
     os.makedirs(os.path.join(root, "runs"), exist_ok=True)
     space = os.statvfs(root)
@@ -53,6 +57,19 @@ def taken(paths: RunPaths, unit: Dict[str, str]) -> Refusal:
     state = unit.get("ActiveState") if unit.get("LoadState") not in (None, "not-found") else "ended"
     message = "the run %s is already there (%s)" % (paths.run, state)
     return Refusal(USAGE, message, "choose another name, or look: `dflash status %s`" % paths.run, "taken")
+
+
+def _refuse_missing_gpus(wanted: List[int]) -> None:
+    """CUDA sees no GPU without its device node: more cannot be had, whatever nvidia-smi says or fails to say."""
+    there = sum(bool(_GPU_NODE.match(node)) for node in glob.glob("/dev/nvidia*"))
+    if wanted and max(wanted) >= there:
+        numbers = ", ".join(str(index) for index in sorted(wanted))
+        raise Refusal(
+            CONFIGURATION,
+            "the run wants GPU %s and the container has %s" % (numbers, "%d" % there if there else "none"),
+            "`dflash doctor` says what the container lacks; `gpus` of the job names others",
+            "no-gpu",
+        )
 
 
 def systemd_version() -> int:

@@ -19,22 +19,18 @@ _UNIT_EVERY = 1.0  # seconds between questions to systemd
 # The first lines of a trainer that dies at import are its traceback: it gets time to die before it counts as begun.
 _TROUBLE = re.compile(rb"^(Traceback \(most recent|\S+ (ERROR|CRITICAL) )", re.MULTILINE)
 _DYING = 5.0
-_GPU_NODE = re.compile(r"/dev/nvidia\d+\Z")
 
 
 def main(request: Dict[str, Any], channel: Channel) -> Dict[str, Any]:
     """Start a run and watch it.
 
     request: `root`, `run`; `spec` as spec.json without `created`; `files` {name: text} of FILES; `argv` of systemd-run;
-    `needs_gpus`: whether the spec's GPUs must be there; `wait`: none, started or step; `timeout` seconds for the wait.
-    Events: {stage}, {status}, {lines}. Result: `reached`: none, started, step, ended or timeout; `snapshot`, a probe
-    of the run.
+    `wait`: none, started or step; `timeout` seconds for the wait. Events: {stage}, {status}, {lines}. Result:
+    `reached`: none, started, step, ended or timeout; `snapshot`, a probe of the run.
     """
     paths = RunPaths(request["root"], request["run"])
     version = preflight.systemd_version()
     facts = _facts(request, channel)
-    if request["needs_gpus"]:
-        _refuse_missing_gpus(facts, request["spec"])
     runs = os.path.dirname(paths.directory)
     os.makedirs(runs, exist_ok=True)
     os.makedirs(os.path.join(request["root"], "cache", "compile"), exist_ok=True)
@@ -124,20 +120,6 @@ def _refuse_busy_gpus(root: str, spec: Dict[str, Any]) -> None:
                 "wait for it (`dflash wait %s`), name other GPUs, or stop it by --replace" % run,
                 "gpus-held:" + run,
             )
-
-
-def _refuse_missing_gpus(facts: Dict[str, Any], spec: Dict[str, Any]) -> None:
-    """CUDA sees no GPU without its device node: more cannot be had, whatever nvidia-smi says or fails to say."""
-    wanted = sorted(_gpus(spec))
-    there = sum(bool(_GPU_NODE.match(node)) for node in facts["gpu"]["nodes"])
-    if wanted and wanted[-1] >= there:
-        numbers = ", ".join(str(index) for index in wanted)
-        raise Refusal(
-            CONFIGURATION,
-            "the run wants GPU %s and the container has %s" % (numbers, "%d" % there if there else "none"),
-            "`dflash doctor` says what the container lacks; `gpus` of the job names others",
-            "no-gpu",
-        )
 
 
 def _gpus(spec: Dict[str, Any]) -> "set[int]":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from dflash_ops.launch import (
     Plan,
     automatic_name,
     dump_yaml,
+    execute,
     job_config,
     launch,
     needs_gpus,
@@ -26,7 +28,7 @@ from dflash_ops.launch import (
     plan,
     resolve_variables,
 )
-from dflash_ops.remote import start as remote_start
+from dflash_ops.remote import preflight
 from dflash_ops.remote.common import Refusal
 from dflash_ops.run import RUN_NAME, RootPaths
 from dflash_ops.session import Session
@@ -375,21 +377,27 @@ def test_held_gpus_refuse_the_launch(inventory: Inventory) -> None:
         ([], [], ""),
     ],
 )
-def test_gpus_that_are_not_there_refuse_the_launch(nodes: list[str], held: list[int], said: str) -> None:
-    def refuse() -> None:
-        remote_start._refuse_missing_gpus({"gpu": {"nodes": nodes}}, {"gpus": {"target": held}})
-
+def test_gpus_that_are_not_there_refuse_the_launch(
+    monkeypatch: pytest.MonkeyPatch, nodes: list[str], held: list[int], said: str
+) -> None:
+    monkeypatch.setattr(preflight.glob, "glob", lambda pattern: nodes)
     if not said:
-        refuse()
+        preflight._refuse_missing_gpus(held)
         return
     with pytest.raises(Refusal, match=said) as caught:
-        refuse()
+        preflight._refuse_missing_gpus(held)
     assert caught.value.code == 78
     assert "dflash doctor" in caught.value.hint
 
 
 def test_only_our_own_trainer_s_numbers_are_those_of_gpus(inventory: Inventory) -> None:
     assert not planned(inventory, job="eight").needs_gpus  # it has a source of its own
+    opened, transport = session(inventory, start=[{"reached": "started", "snapshot": snapshot()}])
+    launch(opened, LaunchOptions("eight", "r1"))
+    assert transport.calls[0].request["gpus"] == []
+    opened, transport = session(inventory, start=[{"reached": "started", "snapshot": snapshot()}])
+    execute(opened, replace(planned(inventory, job="eight"), needs_gpus=True))
+    assert transport.calls[0].request["gpus"] == list(range(8))
     assert needs_gpus(JobEntry(config={}))
     assert not needs_gpus(JobEntry(config={}, env={"CUDA_VISIBLE_DEVICES": "3"}))
 

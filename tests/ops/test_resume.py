@@ -173,6 +173,10 @@ def test_a_run_that_did_all_its_steps_is_resumed_only_to_do_more(
 
 def test_what_makes_other_code_s_runs_longer_is_not_judged(tmp_path: Path) -> None:
     session, _ = opened(tmp_path, old_spec(), total=200)
+    with pytest.raises(ConfigurationError, match="has finished") as caught:
+        resume(session, ResumeOptions("r7", name="r8"))
+    assert caught.value.hint == "give what makes it longer by --set"
+    session, _ = opened(tmp_path, old_spec(), total=200)
     assert resume(session, ResumeOptions("r7", name="r8", set=("steps=9",))).run == "r8"
 
 

@@ -552,7 +552,7 @@ def test_a_name_that_was_used_is_refused_before_anything_is_sent(
     container: Container, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(preflight, "systemd_version", lambda: 252)
-    request = {"run": "r1", "release": "a" * 32, "python": sys.executable, "locked": False}
+    request = {"run": "r1", "gpus": [], "release": "a" * 32, "python": sys.executable, "locked": False}
     for unit, state in ((ABSENT, "ended"), (alive(), "active")):
         if not (container.root / "runs/r1").exists():
             container.run("r1", unit)
