@@ -31,6 +31,8 @@ from trainer.drafter.released import read_drafter
 from trainer.inputs import require_run
 from trainer.notify import Notifier
 from trainer.optim import build_optimizer
+from trainer.pipeline.exchange import Processes
+from trainer.pipeline.peers import PeerError, place_in_run
 from trainer.pipeline.supervisor import Pipeline
 from trainer.pipeline.types import Hooks, PipelineError, StepReport, TrainState
 from trainer.signals import Signals
@@ -51,6 +53,26 @@ def run(config_path: Path, run_dir: Path, overrides: Sequence[str], resume_from:
     """
     notifier = Notifier()
     notifier.expect_silence(SILENCE_SECONDS)
+    process, processes = place_in_run()
+    if processes > 1:
+        notifier.status(f"process {process}: {processes} processes meet")
+    try:
+        with Processes.meet() as met:  # first of all: who fails from now on, be it at reading, is heard by all
+            return _run(config_path, run_dir, overrides, resume_from, signals, notifier, met)
+    except PeerError as error:
+        logger.error("run failed: another process failed: PeerError: %s", error)
+        return 1
+
+
+def _run(
+    config_path: Path,
+    run_dir: Path,
+    overrides: Sequence[str],
+    resume_from: Path | None,
+    signals: Signals,
+    notifier: Notifier,
+    met: Processes,
+) -> int:
     settings = config.load(config_path, overrides)
     if not sys.stderr.isatty():
         transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
@@ -61,6 +83,7 @@ def run(config_path: Path, run_dir: Path, overrides: Sequence[str], resume_from:
 
     notifier.status("reading data")
     source = open_rows(settings.data, settings.target)
+    met.peers.check()
     target_config, tokenizer = load_model_config(settings.target), load_tokenizer(settings.target)
     drafter_config = DrafterConfig.from_section(settings.drafter, target_config, tokenizer)
     logger.info(
@@ -77,7 +100,7 @@ def run(config_path: Path, run_dir: Path, overrides: Sequence[str], resume_from:
 
     step = start.step if start else 0
     telemetry = None
-    if os.environ.get("RANK", "0") == "0":  # of several processes, the first one writes
+    if met.process == 0:  # of several processes, the first one writes
         run_dir.mkdir(parents=True, exist_ok=True)  # not before, so that a start that fails leaves nothing behind
         telemetry = Telemetry(run_dir, settings.telemetry, settings.model_dump(mode="json"), step)
     if start is not None:
@@ -87,7 +110,7 @@ def run(config_path: Path, run_dir: Path, overrides: Sequence[str], resume_from:
     watch = Watch(run_dir, settings, source, drafter_config, telemetry, notifier, signals)
     state = TrainState(step, start.model(), start.optimizer()) if start else released_start(settings)
     try:
-        outcome = Pipeline(settings, drafter_config, source, watch.hooks(), state).run()
+        outcome = Pipeline(settings, drafter_config, source, watch.hooks(), state, met).run()
     except PipelineError as error:
         report_failure(error)
         with contextlib.suppress(Exception):  # a full disk may be the very cause, and sinks raise what they like

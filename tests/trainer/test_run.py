@@ -334,7 +334,7 @@ def test_a_stop_while_other_processes_are_awaited_ends_the_waiting(tmp_path: Pat
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = str(server.getsockname()[1])
     run = launch(config, tmp_path, WORLD_SIZE="2", RANK=rank, MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
-    run.until(lambda: (tmp_path / "log").exists() and "drafter of 2 layers" in run.log)
+    run.until(lambda: (tmp_path / "log").exists() and "of 2 meets the others" in run.log)
     time.sleep(1)
     run.kill(signal.SIGTERM)
     asked = time.monotonic()

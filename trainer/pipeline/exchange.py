@@ -12,10 +12,13 @@ sums that two processes with one drafter each do.
 from __future__ import annotations
 
 import contextlib
+import hashlib
+import logging
+import multiprocessing
 import os
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from datetime import timedelta
 from types import TracebackType
@@ -23,89 +26,140 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
-from torch.distributed import HashStore  # type: ignore[attr-defined]
+from torch.distributed import HashStore, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import PrefixStore, ProcessGroupGloo
-from torch.distributed.rendezvous import rendezvous
+from torch.utils._pytree import keystr, tree_flatten_with_path
 
-from trainer.pipeline.peers import PeerError, Peers
+from trainer.pipeline.peers import PeerError, Peers, SetupError, place_in_run
 from trainer.pipeline.queues import Closed
 
-TIMEOUT = timedelta(minutes=10)  # of meeting and of a collective; a peer that dies is noticed at once, see `Peers`
+log = logging.getLogger(__name__)
 
+TIMEOUT = timedelta(minutes=10)  # of meeting and of a collective; a peer that dies is noticed at once, see `Peers`
+WATCH_SECONDS = 0.2
+LEAVE_SECONDS = 2.0  # for a main thread to leave by itself before training, when another process has failed
 
 T = TypeVar("T")
 
 
 class ExchangeError(RuntimeError):
-    """Drafters of different processes could not find or reach each other."""
+    """Drafters could not add up their gradients; as a rule because another process is gone."""
 
 
 @dataclass(frozen=True)
-class Group:
-    """All drafters of the run, and which of them live in this process.
+class Processes:
+    """All processes of the run, which have met. As a context manager it tells the others how this one ended."""
 
-    As a context manager it tells the other processes how this one ended.
-    """
-
-    store: Any  # torch.distributed.Store
-    process: int
-    processes: int
-    first_drafter: int
-    drafters: int  # of all processes
-    first_rank: int
-    ranks: int  # devices with a drafter, of all processes
+    store: Any = field(default_factory=HashStore)  # torch.distributed.Store
+    process: int = 0
+    count: int = 1
     peers: Peers = field(default_factory=Peers)
+    _trains: threading.Event = field(default_factory=threading.Event)
 
     @classmethod
-    def join(cls, local: list[torch.device], agreed: Mapping[str, Any]) -> Group:
+    def meet(cls) -> Processes:
         """Meet the run's other processes, if torchrun's environment variables tell of any.
 
-        Args:
-            local: the device of each drafter in this process.
-            agreed: what has to be the same in all processes, by the name that people know it by; JSON-able. Replicas
-                that begin apart stay apart, and no sum of gradients shows it.
-
         Raises:
-            ExchangeError: the others can't be met, or are set up otherwise.
+            SetupError: the others can't be met, or are of another run.
             PeerError: one of them failed, died or did not come.
         """
-        if int(os.environ.get("WORLD_SIZE", "1")) == 1:
-            return cls(HashStore(), 0, 1, 0, len(local), 0, len(_shared(local)))
-        mine = {"drafters": len(local), "ranks": len(_shared(local)), "agreed": dict(agreed)}
+        process, count = place_in_run()
+        if count == 1:
+            return cls()
+        where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+        log.info("process %d of %d meets the others at %s", process, count, where)
         try:
-            store, process, processes, peers, everyone = _in_a_thread(lambda: _meet_the_others(mine))
-        except PeerError:
+            met = _in_a_thread(lambda: cls._meet(process, count))
+        except (PeerError, SetupError):
             raise
         except (ValueError, RuntimeError, OSError) as error:
-            raise ExchangeError(
-                f"process {os.environ.get('RANK')} of {os.environ.get('WORLD_SIZE')} could not meet the others at "
-                f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}: {error}"
+            raise SetupError(
+                f"process {process} of {count} could not meet the others at {where}: {_first_line(error)}"
             ) from error
-        before = everyone[:process]
-        group = cls(
-            store,
-            process,
-            processes,
-            sum(other["drafters"] for other in before),
-            sum(other["drafters"] for other in everyone),
-            sum(other["ranks"] for other in before),
-            sum(other["ranks"] for other in everyone),
-            peers,
-        )
-        if difference := _difference([other["agreed"] for other in everyone]):
-            peers.leave()  # all others find the same
-            raise ExchangeError(difference)
-        return group
+        threading.Thread(target=met._watch, name="peers", daemon=True).start()
+        return met
 
-    def __enter__(self) -> Group:
+    @classmethod
+    def _meet(cls, process: int, count: int) -> Processes:
+        # Torchrun's agent may serve the store already; else process 0 has to. Nobody waits here for the others to
+        # come to the store: who comes and dies is seen only by those who have met.
+        serves = process == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+        host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        store: Any = TCPStore(host, port, is_master=serves, timeout=TIMEOUT, wait_for_workers=False)
+        # The agent's store outlives processes that it starts anew, and remembers where the former ones were found.
+        store = PrefixStore(f"dflash/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+        return cls(store, process, count, Peers.meet(store, process, count, TIMEOUT))
+
+    def _watch(self) -> None:
+        """Until training begins: end this process when another one fails, whatever the main thread is busy with.
+
+        That thread may read data or load a target for many minutes, and can't be interrupted everywhere. There is
+        nothing to save yet.
+        """
+        while not self._trains.wait(WATCH_SECONDS):
+            if (failure := self.peers.failure()) is None:
+                continue
+            self.peers.tell_failure("another process", PeerError(failure))
+            if self._trains.wait(LEAVE_SECONDS):  # the main thread has seen it too, or fails for the same reason
+                return
+            log.error("run failed: another process failed: PeerError: %s", failure)
+            logging.shutdown()
+            for child in multiprocessing.active_children():  # readers of data would wait for ever
+                child.kill()
+            os._exit(1)
+
+    def begin_training(self) -> None:
+        """From now on the caller looks at `peers` itself, several times a second."""
+        self._trains.set()
+
+    def agree(self, what: Mapping[str, Any]) -> None:
+        """Compare what has to be the same in all processes, by the name that people know it by; JSON-able.
+
+        Replicas that begin apart stay apart, and no sum of gradients shows it.
+
+        Raises:
+            SetupError: something differs; in all processes alike.
+            PeerError: another process failed or died.
+        """
+        if difference := _difference(self.peers.share(dict(what))):
+            self.peers.leave()  # all others find the same
+            raise SetupError(difference)
+
+    def __enter__(self) -> Processes:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        self._trains.set()
         if error is not None:
             self.peers.tell_failure("main", error)
             self.peers.close()
         else:
             self.peers.leave()
+
+
+@dataclass(frozen=True)
+class Group:
+    """All drafters of the run, and which of them live in this process."""
+
+    met: Processes
+    first_drafter: int
+    drafters: int  # of all processes
+    first_rank: int
+    ranks: int  # devices with a drafter, of all processes
+
+    @classmethod
+    def of(cls, met: Processes, local: list[torch.device]) -> Group:
+        """Number the drafters of all processes; `local`: the device of each one in this process."""
+        everyone = met.peers.share([len(local), len(_shared(local))])
+        before = everyone[: met.process]
+        return cls(
+            met,
+            sum(drafters for drafters, _ in before),
+            sum(drafters for drafters, _ in everyone),
+            sum(ranks for _, ranks in before),
+            sum(ranks for _, ranks in everyone),
+        )
 
     def exchanges(self, local: list[torch.device]) -> list[Exchange]:
         """One exchange for each drafter of this process, in their order; see `Exchange.connect`."""
@@ -125,15 +179,6 @@ class Group:
         return [exchange for exchange in result if exchange is not None]
 
 
-def _meet_the_others(mine: dict[str, Any]) -> tuple[Any, int, int, Peers, list[dict[str, Any]]]:
-    """The store, this process's number and the number of all, its peers, and what each of them says of itself."""
-    # Knows whether torchrun's agent already serves the store or process 0 has to.
-    store, process, processes = next(rendezvous("env://", timeout=TIMEOUT))
-    # The agent's store outlives processes that it starts anew, and remembers where the former ones were found.
-    store = PrefixStore(f"dflash/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
-    return store, process, processes, *Peers.meet(store, process, processes, mine, TIMEOUT)
-
-
 def _in_a_thread(work: Callable[[], T]) -> T:
     """What `work` returns or raises. The caller can be interrupted by signals, which torch's waiting can't."""
     result: Future[T] = Future()
@@ -148,6 +193,11 @@ def _in_a_thread(work: Callable[[], T]) -> T:
     return result.result()
 
 
+def _first_line(error: BaseException) -> str:
+    """What an error says, without the C++ frames that torch appends."""
+    return (str(error).splitlines() or [type(error).__name__])[0]
+
+
 def _difference(agreed: list[dict[str, Any]]) -> str | None:
     """A sentence on the first thing that a process has otherwise than process 0."""
     first = agreed[0]
@@ -156,7 +206,8 @@ def _difference(agreed: list[dict[str, Any]]) -> str | None:
             if first.get(name) != other.get(name):
                 return (
                     f"the processes of a run must begin alike, but process 0 has {name} {first.get(name)} and process "
-                    f"{process} has {other.get(name)}: give all of them the same configuration, data and checkpoint"
+                    f"{process} has {other.get(name)}: give all of them the same configuration, data, target and "
+                    "checkpoint"
                 )
     return None
 
@@ -169,6 +220,24 @@ def _shared(devices: list[torch.device]) -> list[list[int]]:
     for number, device in enumerate(devices):
         groups.setdefault(device, []).append(number)
     return list(groups.values())
+
+
+def digest(state: Any) -> str:
+    """A short hash of tensors [CPU] and plain values in mappings and sequences, such as a state_dict."""
+    found = hashlib.sha256()
+    leaves = [(keystr(path), leaf) for path, leaf in tree_flatten_with_path(state)[0]]
+    leaves.sort(key=lambda item: item[0])
+    with ThreadPoolExecutor() as pool:  # hashing lets go of the interpreter
+        for described in pool.map(lambda item: f"{item[0]} {_describe(item[1])}\n", leaves):
+            found.update(described.encode())
+    return found.hexdigest()[:16]
+
+
+def _describe(leaf: Any) -> str:
+    if not isinstance(leaf, Tensor):
+        return repr(leaf)
+    content = leaf.contiguous().flatten().view(torch.uint8).numpy().data
+    return f"{leaf.dtype} {list(leaf.shape)} {hashlib.sha256(content).hexdigest()}"
 
 
 class Exchange(Protocol):
@@ -252,7 +321,7 @@ class Collective:
 
     def connect(self) -> None:
         # A client of its own for each rank: one that waits for a key keeps others of its client from setting theirs.
-        store = PrefixStore("exchange", self._group.store.clone())
+        store = PrefixStore("exchange", self._group.met.store.clone())
         if self._device.type == "cuda":
             from torch.distributed.distributed_c10d import ProcessGroupNCCL
 
@@ -277,7 +346,7 @@ class Collective:
         except RuntimeError as error:
             if self._meeting.aborted:  # the run is ending: another drafter of this process has left
                 raise Closed from error
-            raise ExchangeError(f"the drafters could not add up their gradients: {error}") from error
+            raise ExchangeError(f"the drafters could not add up their gradients: {_first_line(error)}") from error
 
     def abort(self) -> None:
         self._meeting.abort()

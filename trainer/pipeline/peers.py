@@ -1,19 +1,21 @@
 """How do the processes of a run hear of each other, and of a death?
 
 Each holds one TCP connection to process 0, from the moment they meet until the run ends. What there is to say goes over
-it: how a process is set up, why it goes down, that it is done. A process that dies says nothing, but its kernel closes
-the connection at that very moment; a host that is gone no longer answers the probes that its peer's kernel sends. No
-process sends signs of life itself, so none is taken for dead because it is busy, slow or stopped: the service manager's
-watchdog is for those.
+it: what must be alike in all, why a process goes down, that it is done. A process that dies says nothing, but its
+kernel closes the connection at that very moment; a host that is gone no longer answers the probes that its peer's
+kernel sends. No process sends signs of life itself, so none is taken for dead because it is busy, slow or stopped: the
+service manager's watchdog is for those.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ipaddress
 import json
 import os
 import secrets
 import socket
+import threading
 import time
 from collections import deque
 from datetime import timedelta
@@ -24,6 +26,10 @@ LEAVE_SECONDS = 10.0  # for process 0 to wait for the others at the end
 POLL_SECONDS = 0.05
 # Probes of an idle connection in seconds: a host that lost its power or network is given up after 5 + 3 * 5.
 PROBES = {socket.TCP_KEEPIDLE: 5, socket.TCP_KEEPINTVL: 5, socket.TCP_KEEPCNT: 3}
+# Of those who come to the meeting and have not introduced themselves: anyone may come.
+STRANGERS = 64
+STRANGER_SECONDS = 5.0
+HELLO_BYTES = 65536
 _MEETING_KEY = "meeting"
 
 
@@ -31,95 +37,194 @@ class PeerError(RuntimeError):
     """Another process of the run failed, died or can't be reached; the message names it."""
 
 
+class SetupError(RuntimeError):
+    """The processes of the run can't find each other, or were started apart; the message says what is to change."""
+
+
+def place_in_run() -> tuple[int, int]:
+    """This process's number, and how many the run has: what torchrun's environment variables say, or 0 of 1.
+
+    Raises:
+        SetupError: they say nothing that can be.
+    """
+    processes = _variable("WORLD_SIZE", 1, None, default=1)
+    process = _variable("RANK", 0, processes - 1, default=0 if processes == 1 else None)
+    if processes > 1:
+        _variable("MASTER_PORT", 1, 65535)
+        if not os.environ.get("MASTER_ADDR"):
+            raise SetupError("MASTER_ADDR is not set: give all processes the name or address of the host of RANK 0")
+    return process, processes
+
+
+def _variable(name: str, least: int, most: int | None, *, default: int | None = None) -> int:
+    text = os.environ.get(name)
+    if text is None and default is not None:
+        return default
+    number = int(text) if text is not None and text.isascii() and text.isdigit() else -1
+    if number < least or (most is not None and number > most):
+        found = "not set" if text is None else repr(text)
+        span = f"from {least} to {most}" if most is not None else f"of at least {least}"
+        size = f" when WORLD_SIZE is {most + 1}" if name == "RANK" and most is not None else ""
+        raise SetupError(f"{name} is {found}: it must be a whole number {span}{size}, as torchrun sets it")
+    return number
+
+
 class Peers:
     """The run's other processes; none where one process is all."""
 
-    def __init__(self, process: int = 0, host: str = "") -> None:
-        self._process, self._name = process, f"process {process} on {host}"
-        self._lines: dict[str, Line] = {}  # by the name of who is at the other end
+    def __init__(self, process: int = 0, processes: int = 1) -> None:
+        self._process, self._processes = process, processes
+        self._name = f"process {process} on {socket.gethostname()}"
+        self._lines: dict[int, Line] = {}  # by the number of the process at the other end
         self._failure: str | None = None
         self._told = False
+        self._lock = threading.RLock()  # a thread may look for failures while another hands something over
 
     @classmethod
-    def meet(
-        cls, store: Any, process: int, processes: int, setup: dict[str, Any], timeout: timedelta
-    ) -> tuple[Peers, list[dict[str, Any]]]:
+    def meet(cls, store: Any, process: int, processes: int, timeout: timedelta) -> Peers:
         """Wait for all processes of the run, which find each other over a torch.distributed store.
 
-        Args: setup: what the others are to know of this process; JSON-able.
-
-        Returns:
-            The peers, and the setup of every process, in their order.
-
         Raises:
+            SetupError: they were started as processes of different runs.
             PeerError, OSError: a process died, did not come, or can't be reached.
         """
         deadline = time.monotonic() + timeout.total_seconds()
-        peers = cls(process, socket.gethostname())
+        peers = cls(process, processes)
         try:
             if process == 0:
-                return peers, peers._gather(store, processes, setup, deadline)
-            return peers, peers._come(store, setup, deadline)
+                peers._gather(store, deadline)
+            else:
+                peers._come(store, deadline)
         except BaseException as error:
             peers.tell_failure("meeting the others", error)
             peers.close()
             raise
+        return peers
 
-    def _gather(self, store: Any, processes: int, setup: dict[str, Any], deadline: float) -> list[dict[str, Any]]:
+    def _gather(self, store: Any, deadline: float) -> None:
         token = secrets.token_hex()  # tells the run's own processes from whoever else finds the port
-        setups = {0: setup}
         strangers: list[Line] = []
-        with _server() as server:
-            store.set(_MEETING_KEY, json.dumps({"port": server.getsockname()[1], "token": token}))
-            while len(setups) < processes:
-                with contextlib.suppress(BlockingIOError):
-                    strangers.append(Line(server.accept()[0]))
-                for line in list(strangers):
-                    if (hello := line.hello(token)) is not None:
-                        strangers.remove(line)
-                        setups[hello["process"]] = hello["setup"]
-                        self._lines[f"process {hello['process']} on {hello['host']}"] = line
-                if (failure := self.failure()) is not None:
-                    raise PeerError(failure)
-                if time.monotonic() > deadline:
-                    missing = [str(number) for number in range(processes) if number not in setups]
-                    raise PeerError(f"process {', '.join(missing)} did not come")
-                time.sleep(POLL_SECONDS)
-        for line in strangers:
-            line.close()
-        everyone = [setups[number] for number in range(processes)]
-        self._tell({"name": self._name, "everyone": everyone})
-        return everyone
+        loopback = _loopback(os.environ["MASTER_ADDR"])
+        try:
+            with _server(loopback) as server:
+                meeting = {"host": loopback, "port": server.getsockname()[1], "token": token}
+                store.set(_MEETING_KEY, json.dumps(meeting))
+                while len(self._lines) < self._processes - 1:
+                    _let_in(server, strangers)
+                    for line in list(strangers):
+                        if (hello := line.hello(token)) is not None:
+                            strangers.remove(line)
+                            self._admit(line, hello)
+                    _show_out(strangers)
+                    if (failure := self.failure()) is not None:
+                        raise PeerError(failure)
+                    if time.monotonic() > deadline:
+                        missing = [str(number) for number in range(1, self._processes) if number not in self._lines]
+                        raise PeerError(f"process {', '.join(missing)} did not come")
+                    time.sleep(POLL_SECONDS)
+        finally:
+            for line in strangers:
+                line.close()
+        self._tell({"name": self._name})
 
-    def _come(self, store: Any, setup: dict[str, Any], deadline: float) -> list[dict[str, Any]]:
-        meeting = json.loads(store.get(_MEETING_KEY))
+    def _admit(self, line: Line, hello: dict[str, Any]) -> None:
+        number, processes = hello["process"], hello["processes"]
+        line.name = f"process {number} on {hello['host']}"
+        refusal = None
+        if processes != self._processes:
+            refusal = (
+                f"{self._name} was started with WORLD_SIZE={self._processes}, {line.name} with WORLD_SIZE={processes}: "
+                "start all processes of a run with the same"
+            )
+        elif (other := self._lines.get(number)) is not None:
+            refusal = (
+                f"two processes were started with RANK={number}, {other.name} and {line.name}: "
+                "give each process of a run a RANK of its own"
+            )
+        if refusal is None:
+            self._lines[number] = line
+            return
+        with contextlib.suppress(OSError):
+            line.write({"refusal": refusal})
+        line.close()
+        raise SetupError(refusal)
+
+    def _come(self, store: Any, deadline: float) -> None:
         host = os.environ["MASTER_ADDR"]  # by torch's convention process 0's, whoever serves the store
-        line = Line(socket.create_connection((host, meeting["port"]), timeout=SEND_SECONDS))
-        line.write({"token": meeting["token"], "process": self._process, "host": socket.gethostname(), "setup": setup})
-        self._lines[f"process 0 on {host}"] = line
+        try:
+            meeting = json.loads(store.get(_MEETING_KEY))
+        except RuntimeError as error:
+            end = "did not come" if time.monotonic() > deadline else "died before all had met"
+            raise PeerError(f"process 0 on {host} {end}") from error
+        try:
+            line = Line(socket.create_connection((meeting["host"] or host, meeting["port"]), timeout=SEND_SECONDS))
+        except ConnectionRefusedError as error:
+            raise PeerError(
+                f"process 0 on {host} awaits nobody any more: it ended, or RANK={self._process} was given twice"
+            ) from error
+        line.name = f"process 0 on {host}"
+        self._lines[0] = line
+        hello = {"process": self._process, "processes": self._processes, "host": socket.gethostname()}
+        with contextlib.suppress(ConnectionError):  # it ended, which reading finds too
+            line.write({"token": meeting["token"], **hello})
         while (welcome := line.next()) is None:
             if line.broken is not None:
-                raise PeerError(f"process 0 on {host} ended while others were awaited")
+                raise PeerError(f"{line.name} ended while others were awaited")
             if time.monotonic() > deadline:
-                raise PeerError(f"process 0 on {host} did not find the others")
+                raise PeerError(f"{line.name} did not find the others")
             time.sleep(POLL_SECONDS)
+        if "refusal" in welcome:
+            raise SetupError(welcome["refusal"])
         if "failure" in welcome:
             raise PeerError(welcome["failure"])
-        self._lines = {welcome["name"]: line}
-        return list(welcome["everyone"])
+        line.name = welcome["name"]
+
+    def share(self, value: Any) -> list[Any]:
+        """What each process hands over here, in their order; JSON-able. All must call this, equally often.
+
+        Waits as long as it takes: one process may read or compile for much longer than another.
+
+        Raises:
+            PeerError: one failed, died or left.
+        """
+        if self._process > 0:
+            self._tell({"share": value})
+            return list(self._await_share(0))
+        everyone = [value, *(self._await_share(number) for number in range(1, self._processes))]
+        self._tell({"share": everyone})
+        return everyone
+
+    def _await_share(self, number: int) -> Any:
+        line = self._lines.get(number)
+        while line is None or not line.shared:
+            self.check()
+            if line is None or (number not in self._lines and not line.shared):
+                raise PeerError(f"process {number} ended before all had begun")
+            time.sleep(POLL_SECONDS)
+        return line.shared.popleft()
+
+    def check(self) -> None:
+        """Raise PeerError if another process is known to have failed or died."""
+        if (failure := self.failure()) is not None:
+            raise PeerError(failure)
 
     def failure(self) -> str | None:
         """What brought another process down, if that was seen: its own words, or that it had none. Does not wait."""
-        for name, line in list(self._lines.items()):
-            if self._failure is None:
-                self._failure = self._hear(name, line)
-        return self._failure
+        with self._lock:
+            for number, line in list(self._lines.items()):
+                if self._failure is None:
+                    self._failure = self._hear(number, line)
+            return self._failure
 
     def tell_failure(self, worker: str, error: BaseException) -> None:
         """Tell the others why this process goes down, once. Of another's failure process 0 is the one who hears."""
-        if self._told:
+        with self._lock:
+            if self._told:
+                return
+            self._told = True
+        if isinstance(error, SetupError):
+            self._tell({"refusal": str(error)})
             return
-        self._told = True
         if isinstance(error, PeerError):
             text = str(error)
         elif isinstance(error, SystemExit):
@@ -133,33 +238,38 @@ class Peers:
         self._tell({"done": True})
         deadline = time.monotonic() + LEAVE_SECONDS
         while self._process == 0 and self._lines and time.monotonic() < deadline:
-            for name, line in list(self._lines.items()):
-                self._hear(name, line)
+            with self._lock:
+                for number, line in list(self._lines.items()):
+                    self._hear(number, line)
             time.sleep(POLL_SECONDS)
         self.close()
 
     def close(self) -> None:
         """Close the connections: for those who were told nothing, this process is dead."""
-        for name in list(self._lines):
-            self._lines.pop(name).close()
+        with self._lock:
+            for number in list(self._lines):
+                self._lines.pop(number).close()
 
-    def _hear(self, name: str, line: Line) -> str | None:
+    def _hear(self, number: int, line: Line) -> str | None:
         """The failure that a process told, or that its silence tells; one that is done is forgotten."""
         while (word := line.next()) is not None:
-            if "failure" in word:
-                return str(word["failure"])
+            if "share" in word:
+                line.shared.append(word["share"])
+            if "failure" in word or "refusal" in word:
+                return str(word.get("failure") or word["refusal"])
             if "done" in word:
-                self._lines.pop(name).close()
+                self._lines.pop(number).close()
                 return None
         if line.broken is None:
             return None
-        self._lines.pop(name).close()
-        return f"{name} {line.broken}"
+        self._lines.pop(number).close()
+        return f"{line.name} {line.broken}"
 
     def _tell(self, word: dict[str, Any]) -> None:
-        for line in self._lines.values():
-            with contextlib.suppress(OSError):  # it is gone itself
-                line.write(word)
+        with self._lock:
+            for line in self._lines.values():
+                with contextlib.suppress(OSError):  # it is gone itself
+                    line.write(word)
 
 
 class Line:
@@ -173,6 +283,9 @@ class Line:
         self._connection = connection
         self._words: deque[bytes] = deque()
         self._rest = b""
+        self.since = time.monotonic()
+        self.name = "a stranger"  # who is at the other end
+        self.shared: deque[Any] = deque()  # heard, but not yet asked for
         self.broken: str | None = None  # when no more can come: what is to be said of who was at the other end
 
     def next(self) -> dict[str, Any] | None:
@@ -182,12 +295,21 @@ class Line:
         return dict(json.loads(self._words.popleft())) if self._words else None
 
     def hello(self, token: str) -> dict[str, Any] | None:
-        """The next word, if it holds the token."""
-        try:
-            word = self.next()
-        except (ValueError, TypeError):
+        """The first word, if it holds the token; breaks with who says anything else, or never comes to an end."""
+        if not self._words and self.broken is None:
+            self._receive(HELLO_BYTES - len(self._rest))
+        if not self._words:
+            if len(self._rest) >= HELLO_BYTES:
+                self.broken = "says too much"
             return None
-        return word if word is not None and word.get("token") == token else None
+        try:
+            word = dict(json.loads(self._words.popleft()))
+        except (ValueError, TypeError, RecursionError):
+            word = {}
+        if word.get("token") == token:
+            return word
+        self.broken = "is none of the run"
+        return None
 
     def write(self, word: dict[str, Any]) -> None:
         """Send a word; raises OSError where there is no one any more to read it."""
@@ -201,11 +323,15 @@ class Line:
         """Close this end."""
         self._connection.close()
 
-    def _receive(self) -> None:
+    def _receive(self, most: int | None = None) -> None:
+        """Take in what has come; `most`: no more bytes than that, for who never stops would never let go."""
         try:
-            while received := self._connection.recv(65536):
+            while received := self._connection.recv(most or 65536):
                 self._rest += received
-            self.broken = "died without a word"
+                if most is not None:
+                    break
+            else:
+                self.broken = "died without a word"
         except BlockingIOError:
             pass
         except ConnectionError:
@@ -216,10 +342,43 @@ class Line:
         self._words.extend(whole)
 
 
-def _server() -> socket.socket:
-    """A listening socket at a port of its own, over IPv6 too where the machine has it."""
-    both = socket.has_dualstack_ipv6()
-    family = socket.AF_INET6 if both else socket.AF_INET
-    server = socket.create_server(("", 0), family=family, backlog=1024, dualstack_ipv6=both)
+def _let_in(server: socket.socket, strangers: list[Line]) -> None:
+    """Take in who has come, as many as may stay."""
+    for _ in range(STRANGERS):
+        try:
+            connection = server.accept()[0]
+        except OSError:  # nobody else has come, or is gone again, or finds no descriptor free: look again later
+            return
+        try:
+            strangers.append(Line(connection))
+        except OSError:
+            connection.close()
+
+
+def _show_out(strangers: list[Line]) -> None:
+    """Part with those who said the wrong thing, or nothing for long; and with the oldest where there are too many."""
+    oldest = time.monotonic() - STRANGER_SECONDS
+    crowd = len(strangers) - STRANGERS
+    for place, line in enumerate(list(strangers)):
+        if line.broken is not None or line.since < oldest or place < crowd:
+            strangers.remove(line)
+            line.close()
+
+
+def _loopback(address: str) -> str | None:
+    """The loopback address that MASTER_ADDR is, as written: what a name resolves to may differ from host to host."""
+    if address.lower() == "localhost":
+        return "127.0.0.1"
+    with contextlib.suppress(ValueError):
+        if ipaddress.ip_address(address).is_loopback:
+            return address
+    return None
+
+
+def _server(loopback: str | None) -> socket.socket:
+    """A listening socket at a port of its own: at this loopback address, or at all, over IPv6 too where there is."""
+    both = loopback is None and socket.has_dualstack_ipv6()
+    family = socket.AF_INET6 if both or (loopback is not None and ":" in loopback) else socket.AF_INET
+    server = socket.create_server((loopback or "", 0), family=family, backlog=1024, dualstack_ipv6=both)
     server.setblocking(False)
     return server

@@ -14,7 +14,7 @@ import os
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from typing import Any
 
@@ -26,7 +26,7 @@ from trainer.config import RunConfig
 from trainer.data.rows import RowSource
 from trainer.drafter.config import DrafterConfig
 from trainer.drafter.model import fresh_weights
-from trainer.pipeline.exchange import ExchangeError, Group
+from trainer.pipeline.exchange import ExchangeError, Group, Processes, digest
 from trainer.pipeline.peers import PeerError
 from trainer.pipeline.plan import Plan, describe, total_steps
 from trainer.pipeline.queues import Ring
@@ -60,6 +60,7 @@ class Pipeline:
         source: RowSource,
         hooks: Hooks,
         start: TrainState | None = None,
+        met: Processes | None = None,
         *,
         load_target: Callable[[torch.device], Target] | None = None,
     ) -> None:
@@ -67,11 +68,12 @@ class Pipeline:
 
         Args:
             start: the state to go on from; None: the drafter that `config.seed` draws, and a fresh optimizer.
+            met: the run's processes, if they have met already; the caller tells them of what happens before `run`.
             load_target: loads a target onto a device; called once per target worker in the thread that calls `run`,
                 since loading changes torch's default type for a moment. Default: the one that `config.target` names.
         """
         self._config, self._drafter_config, self._source = config, drafter_config, source
-        self._hooks, self._start = hooks, start
+        self._hooks, self._start, self._met = hooks, start, met
         self._load_target = load_target or self._load_configured_target
 
     def _load_configured_target(self, device: torch.device) -> Target:
@@ -84,7 +86,7 @@ class Pipeline:
 
         Raises:
             PipelineError: a worker or another process failed; its first cause is `__cause__`.
-            ExchangeError: the run's other processes can't be met, or are set up otherwise.
+            SetupError: the run's other processes can't be met, or begin otherwise.
             PipelineConfigError: the configuration cannot be run; before anything started.
         """
         config = self._config
@@ -95,11 +97,11 @@ class Pipeline:
         if len({device.type for device in (*target_devices, *drafter_devices)}) > 1:
             raise PipelineConfigError("pipeline.targets and pipeline.drafters mix CPUs and CUDA GPUs: use one kind")
         try:
-            joined = Group.join(drafter_devices, self._agreed())
-        except PeerError as error:
+            with self._met or Processes.meet() as met:
+                met.agree(self._agreed())
+                return self._run(Group.of(met, drafter_devices), target_devices, drafter_devices)
+        except PeerError as error:  # before the workers began
             raise PipelineError("another process", error, later=[], stuck=[]) from error
-        with joined as group:
-            return self._run(group, target_devices, drafter_devices)
 
     def _run(self, group: Group, target_devices: list[torch.device], drafter_devices: list[torch.device]) -> Outcome:
         config = self._config
@@ -117,9 +119,10 @@ class Pipeline:
                 places=[[] for _ in drafter_devices],
                 exchanges=group.exchanges(drafter_devices),
             )
-            workers = self._workers(shared, target_devices, drafter_devices)
+            workers = self._workers(shared, group.met, target_devices, drafter_devices)
             _finish_loading({*target_devices, *drafter_devices})
-            trains = not self._hooks.should_stop() or group.processes > 1
+            group.met.begin_training()
+            trains = not self._hooks.should_stop() or group.met.count > 1
             try:
                 for worker in workers:
                     worker.start()
@@ -142,6 +145,7 @@ class Pipeline:
     def _agreed(self) -> dict[str, Any]:
         """What all processes of the run must have alike, by the name that people know it by."""
         config = self._config
+        target = config.target
         described = {"drafter": asdict(self._drafter_config), "objective": config.objective.model_dump(mode="json")}
         described["optimizer"] = config.optimizer.model_dump(mode="json")
         settings = {f"{section}.{name}": value for section, found in described.items() for name, value in found.items()}
@@ -149,6 +153,9 @@ class Pipeline:
             "start step": self._start.step if self._start is not None else 0,
             "rows": f"{self._source.total_rows} of {self._source.content_hash}",
             "seed": config.seed,
+            "target.path": target.path,
+            "target.gguf_file": target.gguf_file,
+            "target.dtype": target.dtype,
             "checkpoint.every": config.checkpoint.every,
             **json.loads(json.dumps(settings)),
         }
@@ -167,14 +174,19 @@ class Pipeline:
         return Plan(drafters, group.first_drafter, group.drafters, accumulate, done, steps)
 
     def _workers(
-        self, shared: Shared, target_devices: list[torch.device], drafter_devices: list[torch.device]
+        self, shared: Shared, met: Processes, target_devices: list[torch.device], drafter_devices: list[torch.device]
     ) -> list[Worker]:
         start = self._start
         self._hooks.on_status("loading the target")
-        loaded = [self._load_target(device) for device in target_devices]
+        loaded = []
+        for device in target_devices:
+            met.peers.check()
+            loaded.append(self._load_target(device))
         targets = [TargetWorker(number, shared, target, self._source.shape) for number, target in enumerate(loaded)]
         tables = _Tables(loaded[0])
         weights = start.drafter if start is not None else self._fresh_weights(loaded[0])
+        if met.count > 1:
+            met.agree(_beginning(loaded[0], weights, start))
         rows = RowWorker(
             shared,
             self._source,
@@ -216,7 +228,7 @@ class Pipeline:
                 self._hooks.on_status(f"compiling drafter {drafters.index(worker) + 1}/{len(drafters)}")
             worker.may_prepare.set()
             while not worker.prepared.wait(POLL_SECONDS):
-                if group.processes == 1 and self._hooks.should_stop():
+                if group.met.count == 1 and self._hooks.should_stop():
                     return False
                 self._look_at_peers(shared, group)
                 if shared.ending.is_set():
@@ -245,6 +257,11 @@ class Pipeline:
                 report.seconds,
                 f" ({report.note})" if report.note else "",
             )
+        try:  # some compile for longer than a collective waits
+            group.met.peers.share(None)
+        except PeerError as error:
+            shared.fail("another process", error)
+            return False
         self._statistics.restart()
         shared.started.set()
         return True
@@ -272,7 +289,7 @@ class Pipeline:
                 self._hooks.on_step(shared.reports.get_nowait())
 
     def _look_at_peers(self, shared: Shared, group: Group) -> None:
-        if (failure := group.peers.failure()) is not None:
+        if (failure := group.met.peers.failure()) is not None:
             shared.fail("another process", PeerError(failure))
 
     # ------------------------------------------------------------------------------------------------------------- end
@@ -281,7 +298,7 @@ class Pipeline:
         """Bring everything down, save what can be saved, and say what happened."""
         self._await_explanation(shared, group)
         worker, cause = shared.failures[0]
-        group.peers.tell_failure(worker, cause)
+        group.met.peers.tell_failure(worker, cause)
         try:
             self._hooks.on_failure()
         except Exception as error:  # the first cause must stay the first
@@ -295,7 +312,7 @@ class Pipeline:
     def _await_explanation(self, shared: Shared, group: Group) -> None:
         """Put another process's end before the broken exchange that was seen first, but is its consequence."""
         deadline = time.monotonic() + WORD_SECONDS
-        while _only_broken_exchanges(shared) and group.processes > 1 and time.monotonic() < deadline:
+        while _only_broken_exchanges(shared) and group.met.count > 1 and time.monotonic() < deadline:
             time.sleep(POLL_SECONDS)
             self._look_at_peers(shared, group)
         shared.failures.sort(key=lambda failure: isinstance(failure[1], ExchangeError))
@@ -365,6 +382,18 @@ class _Tables:
 
 def _only_broken_exchanges(shared: Shared) -> bool:
     return all(isinstance(error, ExchangeError) for _, error in shared.failures)
+
+
+def _beginning(target: Target, weights: Mapping[str, Tensor], start: TrainState | None) -> dict[str, Any]:
+    """What only loading tells, and has to be alike in all processes."""
+    described = target.config.to_dict()
+    for name in ("_name_or_path", "transformers_version"):  # say nothing of the model
+        described.pop(name, None)
+    return {
+        "a target of the configuration": digest(json.loads(json.dumps(described, sort_keys=True, default=str))),
+        "starting weights": digest(dict(weights)),
+        "starting moments": digest(start.optimizer) if start is not None else None,
+    }
 
 
 def _finish_loading(devices: set[torch.device]) -> None:

@@ -17,7 +17,18 @@ import torch
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from tests.trainer.launching import CONTEXT
-from trainer.pipeline.exchange import Alone, Exchange, ExchangeError, Group, Meeting, SharedDevice, _Room
+from trainer.pipeline.exchange import (
+    Alone,
+    Exchange,
+    ExchangeError,
+    Group,
+    Meeting,
+    Processes,
+    SharedDevice,
+    _Room,
+    digest,
+)
+from trainer.pipeline.peers import SetupError
 from trainer.pipeline.queues import Closed
 from trainer.pipeline.types import PipelineError
 
@@ -51,7 +62,7 @@ def gradients(number: int) -> torch.Tensor:
 
 def gloo(count: int) -> list[Exchange]:
     devices = [CPU] * count
-    return Group.join(devices, {}).exchanges(devices)
+    return Group.of(Processes.meet(), devices).exchanges(devices)
 
 
 def sharing_a_device(count: int) -> list[Exchange]:
@@ -147,7 +158,7 @@ def test_one_drafter_alone_keeps_its_gradients() -> None:
 
 def test_drafters_on_one_gpu_are_one_rank() -> None:
     gpus = [torch.device("cuda", number) for number in (1, 1, 2, 1)]
-    group = Group.join(gpus, {})
+    group = Group.of(Processes.meet(), gpus)
     assert (group.drafters, group.ranks) == (4, 2)
     assert [type(exchange).__name__ for exchange in group.exchanges(gpus)] == [
         "SharedDevice",
@@ -163,11 +174,12 @@ def test_drafters_on_one_gpu_are_one_rank() -> None:
 def test_processes_that_begin_apart_are_refused_in_one_sentence(name: str, mine: Any, theirs: Any) -> None:
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     script = (
-        "import json, sys, torch\n"
-        "from trainer.pipeline.exchange import ExchangeError, Group\n"
+        "import json, sys\n"
+        "from trainer.pipeline.exchange import Processes\n"
+        "from trainer.pipeline.peers import SetupError\n"
         "try:\n"
-        "    Group.join([torch.device('cpu')], json.loads(sys.argv[1]))\n"
-        "except ExchangeError as error:\n"
+        "    Processes.meet().agree(json.loads(sys.argv[1]))\n"
+        "except SetupError as error:\n"
         "    sys.exit(str(error))\n"
     )
     processes = []
@@ -195,7 +207,7 @@ def join_and_add_up(rank: int, port: int, attempt: int) -> None:
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     os.environ |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": str(attempt)}
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    (exchange,) = Group.join([CPU], {}).exchanges([CPU])
+    (exchange,) = Group.of(Processes.meet(), [CPU]).exchanges([CPU])
     exchange.connect()
     buffer = torch.ones(3)
     exchange.add_up(buffer)
@@ -230,5 +242,21 @@ def test_a_meeting_point_that_nobody_serves_is_one_sentence(monkeypatch: pytest.
     monkeypatch.setattr("trainer.pipeline.exchange.TIMEOUT", timedelta(seconds=1))
     for name, value in (("RANK", "1"), ("WORLD_SIZE", "2"), ("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", "9")):
         monkeypatch.setenv(name, value)
-    with pytest.raises(ExchangeError, match=r"process 1 of 2 could not meet the others at 127\.0\.0\.1:9"):
-        Group.join([CPU], {})
+    with pytest.raises(SetupError, match=r"process 1 of 2 could not meet the others at 127\.0\.0\.1:9"):
+        Processes.meet()
+
+
+def test_a_digest_tells_any_difference_and_nothing_else() -> None:
+    a = torch.arange(6, dtype=torch.bfloat16)
+    state: dict[str, Any] = {"a": a, "b": {"step": torch.tensor(3), "name": "x"}, "c": torch.ones(0)}
+    same = {"c": torch.ones(0), "b": dict(state["b"]), "a": a.clone()}
+    assert digest(state) == digest(same)
+    for change in (
+        {"a": a.float()},
+        {"a": a.reshape(2, 3)},
+        {"a": a.flip(0)},
+        {"b": {"step": torch.tensor(4), "name": "x"}},
+        {"b": {"step": torch.tensor(3), "name": "y"}},
+        {"d": 1},
+    ):
+        assert digest({**state, **change}) != digest(state)

@@ -25,7 +25,8 @@ from tests.trainer.launching import CONTEXT
 from trainer.checkpoint import CheckpointError
 from trainer.data.rows import Row, RowSource
 from trainer.pipeline import supervisor
-from trainer.pipeline.exchange import Collective, ExchangeError
+from trainer.pipeline.exchange import Collective
+from trainer.pipeline.peers import SetupError
 from trainer.pipeline.queues import Ring
 from trainer.pipeline.types import PipelineError, StepReport, TrainState
 from trainer.pipeline.workers import CheckpointWorker, NonFiniteError, TargetWorker, Worker
@@ -479,7 +480,7 @@ def peer(scenario: str, plays: bool, rank: int, port: int, folder: Path) -> None
     config = tiny.run_config(optimizer={"max_steps": steps}, checkpoint={"every": 4})
     try:
         _, outcome = tiny.train(config, on_step=on_step, save=save, load_target=load)
-    except (PipelineError, ExchangeError, Boom) as error:
+    except (PipelineError, SetupError, Boom) as error:
         (folder / "said").write_text(str(error))
         os._exit(1)
     (folder / "said").write_text(f"finished at {outcome.step}")
