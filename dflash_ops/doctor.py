@@ -351,7 +351,11 @@ def _torch_lines(facts: Facts) -> Iterator[Line]:
         yield unknown("torch", visible(torch.error, 200))
     match facts.imported:
         case Unread(error=error):
-            yield fail("import", f"`import torch` failed: {visible(error, 300)}", "see the message; `dflash env build`")
+            yield fail(
+                "import",
+                f"`import torch` failed: {visible(error, 300)}",
+                "see the message; reinstall torch in the environment",
+            )
         case Imported(foreign=[]):
             yield ok("import", "torch imports, and its tracing functions are its own")
         case Imported(foreign=foreign):
