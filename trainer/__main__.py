@@ -1,7 +1,8 @@
 """`python -m trainer COMMAND`: which part of the trainer does a command line mean?
 
-Exit codes: 0 done, or stopped on request after a checkpoint; 1 failed while working; 2 a command line that can't be
-read; 78 an input that must be changed first (configuration, data, target, checkpoint). Exceptions that this package
+Exit codes: 0 done, or stopped by SIGTERM after a checkpoint; 1 failed while working; 2 a command line that can't be
+read; 78 an input that must be changed first (configuration, data, target, checkpoint); 130 ended by Ctrl-C, a run after
+a checkpoint. Exceptions that this package
 defines are told in one sentence; others are faults of the program and keep their traceback, as all do with --debug.
 
 This module imports nothing heavy: `--help` and a mistyped option answer at once.
@@ -19,6 +20,8 @@ import time
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
+
+from trainer.signals import Interrupted, Signals
 
 OK, FAILED, USAGE, CONFIGURATION = 0, 1, 2, 78
 
@@ -46,8 +49,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return int(module.main(words[1:]) or OK)
         options = _parser().parse_args(words)
         if options.command == "run":
-            from trainer.signals import Signals
-
             signals = Signals()
             from trainer.run import run
 
@@ -63,9 +64,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def configure_logging(debug: bool) -> None:
-    """One line a record on stderr: `2026-11-30T07:20:00.123Z INFO main message`; the third word is the thread."""
+    """One line a record on stderr: `2026-11-30T07:20:00.123Z INFO main message`; the third word is the thread.
+
+    Of several processes, the thread stands behind the process's rank: `1:main`.
+    """
     handler = logging.StreamHandler()
     handler.setFormatter(_Formatter(debug))
+    # `run` says in one line how it ended; the pipeline, which ends as after a failure, takes it for one.
+    handler.addFilter(lambda record: not (record.exc_info and isinstance(record.exc_info[1], Interrupted)))
     logging.basicConfig(level=logging.DEBUG if debug else logging.INFO, handlers=[handler], force=True)
     logging.captureWarnings(True)
     for chatty in (
@@ -88,11 +94,12 @@ class _Formatter(logging.Formatter):
     def __init__(self, debug: bool) -> None:
         super().__init__()
         self._debug = debug
+        self._process = f"{os.environ.get('RANK', '0')}:" if os.environ.get("WORLD_SIZE", "1") != "1" else ""
 
     def format(self, record: logging.LogRecord) -> str:
         seconds = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
         thread = (record.threadName or "?").replace(" ", "-")
-        text = f"{seconds}.{int(record.msecs):03d}Z {record.levelname} {thread} {record.getMessage()}"
+        text = f"{seconds}.{int(record.msecs):03d}Z {record.levelname} {self._process}{thread} {record.getMessage()}"
         error = record.exc_info[1] if record.exc_info else None
         if error is None:
             return text
@@ -110,7 +117,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m trainer",
         description="Train, evaluate and export DFlash drafters.",
-        epilog="Exit codes: 0 done; 1 failed while working; 2 usage; 78 an input must be changed first. "
+        epilog="Exit codes: 0 done; 1 failed while working; 2 usage; 78 an input must be changed first; 130 Ctrl-C. "
         "--debug, anywhere, shows the traceback of any error.",
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")

@@ -13,7 +13,7 @@ import logging
 import os
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,16 +33,19 @@ from trainer.notify import Notifier
 from trainer.optim import build_optimizer
 from trainer.pipeline.exchange import Processes
 from trainer.pipeline.peers import PeerError, place_in_run
+from trainer.pipeline.plan import total_steps
 from trainer.pipeline.supervisor import Pipeline
 from trainer.pipeline.types import Hooks, PipelineError, StepReport, TrainState
-from trainer.signals import Signals
+from trainer.signals import Interrupted, Signals
 from trainer.target import load_model_config, load_tokenizer
 from trainer.telemetry import Telemetry, checkpoint_metrics, pool, status_line
+from trainer.wording import count
 
 logger = logging.getLogger(__name__)
 
 # Loading, compiling and the last save are silences in which no step can prove progress.
 SILENCE_SECONDS = 1800.0
+BY_LAYERS = ("layer_types", "max_window_layers")  # fields that follow a drafter's number of layers
 METRICS_SECONDS = 2.0  # for the metrics of a step to be written before its checkpoint is
 
 
@@ -81,30 +84,43 @@ def _run(
     require_devices("pipeline.drafters", settings.pipeline.drafters)
     start = find_start(run_dir, resume_from)
 
+    first = met.process == 0
+    say = logger.info if first else logger.debug  # what all of them would say alike, the first one says
+    if not first:
+        logging.getLogger("trainer.data").setLevel(logging.ERROR)
     notifier.status("reading data")
     source = open_rows(settings.data, settings.target)
     met.peers.check()
     target_config, tokenizer = load_model_config(settings.target), load_tokenizer(settings.target)
     drafter_config = DrafterConfig.from_section(settings.drafter, target_config, tokenizer)
-    logger.info(
-        "drafter of %d layers, blocks of %d, reading layers %s of %s; rows %s",
-        drafter_config.num_hidden_layers,
+    total = total_steps(source.total_rows, rows_per_step(settings), settings.optimizer.max_steps)
+    if start is not None:
+        refuse_another_drafter(start, settings, drafter_config)
+        if start.step == total:
+            field = "optimizer.max_steps" if settings.optimizer.max_steps == total else "data.epochs"
+            say("finished before, at step %d of %d: a greater %s continues it", total, total, field)
+            return 0
+        if first:
+            warn_of_changes(start, settings, source)
+    say(
+        "drafter of %s, blocks of %d, reading layers %s of %s; rows %s",
+        count(drafter_config.num_hidden_layers, "layer"),
         drafter_config.block_size,
         list(drafter_config.target_layer_ids),
         settings.target.path,
         source.content_hash,
     )
-    if start is not None:
-        refuse_another_drafter(start, settings, drafter_config)
-        warn_of_changes(start, settings, source)
+    say("%s", describe_length(settings, source, total))
+    if first:
+        warn_of_length(source, target_config)
 
     step = start.step if start else 0
     telemetry = None
-    if met.process == 0:  # of several processes, the first one writes
+    if first:  # of several processes, it alone writes
         run_dir.mkdir(parents=True, exist_ok=True)  # not before, so that a start that fails leaves nothing behind
         telemetry = Telemetry(run_dir, settings.telemetry, settings.model_dump(mode="json"), step)
     if start is not None:
-        logger.info("resuming from step %d: %s", step, start.path)
+        say("resuming from step %d: %s", step, start.path)
         if telemetry is not None:
             telemetry.event("resume", step=step, checkpoint=str(start.path))
     watch = Watch(run_dir, settings, source, drafter_config, telemetry, notifier, signals)
@@ -112,19 +128,25 @@ def _run(
     try:
         outcome = Pipeline(settings, drafter_config, source, watch.hooks(), state, met).run()
     except PipelineError as error:
-        report_failure(error)
+        interrupted = isinstance(error.__cause__, Interrupted)
+        if not interrupted:
+            report_failure(error)
         with contextlib.suppress(Exception):  # a full disk may be the very cause, and sinks raise what they like
             watch.close()
+        if interrupted:
+            logger.warning("second Ctrl-C: left without finishing the step")
+        code = signals.exit_code if interrupted else 1
         if error.stuck:  # threads that hang in a driver can't be joined, and would keep the process from ending
             logging.shutdown()
-            os._exit(1)
-        return 1
+            os._exit(code)
+        return code
     watch.close()
-    logger.info("%s at step %d of %d", "stopped" if outcome.stopped else "finished", outcome.step, outcome.total_steps)
+    say("%s at step %d of %d", "stopped" if outcome.stopped else "finished", outcome.step, outcome.total_steps)
+    code = signals.exit_code if outcome.stopped else 0
     if outcome.stuck:
         logging.shutdown()
-        os._exit(0)
-    return 0
+        os._exit(code)
+    return code
 
 
 class Watch:
@@ -172,7 +194,8 @@ class Watch:
             self._telemetry.close()
 
     def _on_status(self, text: str) -> None:
-        logger.info("%s", text)
+        if self._telemetry is not None:
+            logger.info("%s", text)
         self._notifier.status(text)
 
     def _on_compiled(self, reports: list[dict[str, Any]]) -> None:
@@ -249,10 +272,12 @@ def find_start(run_dir: Path, resume_from: Path | None) -> Checkpoint | None:
 def refuse_another_drafter(start: Checkpoint, settings: RunConfig, drafter_config: DrafterConfig) -> None:
     """Raise CheckpointError unless weights and optimizer state of the checkpoint fit what is to be trained."""
     old, new = start.drafter_config(), json.loads(json.dumps(drafter_config.to_json("float32")))
+    there, here = dict(_leaves(old)), dict(_leaves(new))
     changed = [
-        f"drafter {name} is {old.get(name)} there, {value} here"
-        for name, value in new.items()
-        if old.get(name) != value
+        f"drafter {name} is {there.get(name)} there, {value} here"
+        for name, value in here.items()
+        if there.get(name) != value
+        and not (name in BY_LAYERS and there["num_hidden_layers"] != here["num_hidden_layers"])
     ]
     name = start.run()["config"]["optimizer"]["name"]
     if name != settings.optimizer.name:
@@ -262,6 +287,15 @@ def refuse_another_drafter(start: Checkpoint, settings: RunConfig, drafter_confi
             f"checkpoint {start.path} is of another drafter or optimizer ({'; '.join(changed)}): "
             "keep what it was trained with, or start a new run in another run directory"
         )
+
+
+def _leaves(document: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """The fields of a drafter's configuration and of the sections in it, which repeat some of them for some engines."""
+    for name, value in document.items():
+        if isinstance(value, Mapping):
+            yield from _leaves(value)
+        else:
+            yield name, value
 
 
 def released_start(settings: RunConfig) -> TrainState | None:
@@ -292,6 +326,33 @@ def warn_of_changes(start: Checkpoint, settings: RunConfig, source: RowSource) -
         for name in sorted(old.keys() | new.keys()):
             if old.get(name) != new.get(name):
                 logger.warning("%s.%s was %s in the checkpoint, is %s", section, name, old.get(name), new.get(name))
+
+
+def describe_length(settings: RunConfig, source: RowSource, total: int) -> str:
+    """How many steps the run has, and why."""
+    rows, limit = rows_per_step(settings), settings.optimizer.max_steps
+    all_steps = source.total_rows // rows
+    epochs = f"{count(settings.data.epochs, 'epoch')} of {count(source.rows_per_epoch, 'row')}"
+    if rows > 1:
+        epochs += f", {count(rows, 'row')} a step"
+    if limit is None:
+        return f"{count(total, 'step')}: {epochs}"
+    if limit > all_steps:
+        return f"{count(total, 'step')}: {epochs} (optimizer.max_steps {limit} is not reached)"
+    return f"{count(total, 'step')}, by optimizer.max_steps, of {all_steps}: {epochs}"
+
+
+def warn_of_length(source: RowSource, target_config: Any) -> None:
+    """Say when documents go on where the target was never meant to be. Rows may: positions restart in each document."""
+    positions = getattr(target_config.get_text_config(), "max_position_embeddings", None)
+    if positions is not None and source.shape.longest > positions:
+        logger.warning(
+            "the longest document has %d tokens, the target is made for %d positions (max_position_embeddings): set "
+            "data.max_document_length to %d",
+            source.shape.longest,
+            positions,
+            positions,
+        )
 
 
 def report_failure(error: PipelineError) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -80,3 +81,9 @@ def tokenizer(template: str | None = CHATML) -> Any:
     return PreTrainedTokenizerFast(
         tokenizer_object=inner, pad_token="<|pad|>", eos_token="<|im_end|>", chat_template=template
     )
+
+
+def save(tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
+    """Write a tokenizer to a folder that passes for a target's."""
+    tokenizer.save_pretrained(folder)
+    (folder / "config.json").write_text('{"model_type": "llama"}')

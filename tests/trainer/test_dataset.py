@@ -33,7 +33,7 @@ ANSWER = "Good day, friend.<|im_end|>"
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A target's folder, as far as data needs it: a tokenizer with a template."""
     folder = tmp_path_factory.mktemp("target")
-    chatting.tokenizer().save_pretrained(folder)
+    chatting.save(chatting.tokenizer(), folder)
     return folder
 
 
@@ -131,12 +131,12 @@ def test_what_became_of_the_records_is_counted_and_said(
     assert found.cut_tokens > 0
     assert rows.total_rows == 2 * rows.rows_per_epoch
     assert "2 of 5 records can be trained on" in caplog.text
-    assert "in 1 records the chat template does not show what the assistant wrote" in caplog.text
+    assert "in 1 record the chat template does not show what the assistant wrote" in caplog.text
     assert "a.jsonl line 3" in caplog.text
     caplog.clear()
     with caplog.at_level(logging.INFO):
         open_rows(data(path), target)  # from the cache
-    assert "of which the chat template refused 0; it hides an answer in 1; 1 were cut" in caplog.text
+    assert "3 without an anchor position; 1 with an answer that the chat template hides; 1 cut (" in caplog.text
 
 
 def test_a_chat_that_the_template_refuses_is_counted_and_the_first_is_named(
@@ -147,12 +147,12 @@ def test_a_chat_that_the_template_refuses_is_counted_and_the_first_is_named(
     path = jsonl(tmp_path / "a.jsonl", [{"messages": CHAT}, {"messages": [{"role": "system", "content": "x"}, *CHAT]}])
     documents = open_documents(data(path, chat_template=template), target)
     assert documents.statistics.refused == 1
-    assert "refused 1 records, the first is a.jsonl line 2: no system turn" in caplog.text
+    assert "refused 1 record, the first is a.jsonl line 2: no system turn" in caplog.text
     assert supervised_texts(documents) == ["Good day, friend.<end_of_turn>"]
 
 
 def test_raw_text_needs_no_chat_template(tmp_path: Path) -> None:
-    chatting.tokenizer(None).save_pretrained(tmp_path / "bare")
+    chatting.save(chatting.tokenizer(None), tmp_path / "bare")
     target = TargetConfig(path=str(tmp_path / "bare"))
     path = jsonl(tmp_path / "a.jsonl", [{"text": "Once upon a time."}])
     assert len(open_documents(data(path), target)) == 1
@@ -268,7 +268,7 @@ def test_the_content_hash_follows_everything_that_changes_tokens_and_nothing_els
 ) -> None:
     template = tmp_path / "template.jinja"
     template.write_text(chatting.TRIMMING)
-    chatting.tokenizer(chatting.REASONING).save_pretrained(tmp_path / "other")
+    chatting.save(chatting.tokenizer(chatting.REASONING), tmp_path / "other")
     path = jsonl(tmp_path / "a.jsonl", [{"messages": CHAT}])
     copy = jsonl(tmp_path / "copy.jsonl", [{"messages": CHAT}])
     changed = jsonl(tmp_path / "changed.jsonl", [{"messages": CHAT * 2}])

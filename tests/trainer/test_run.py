@@ -175,6 +175,62 @@ def test_a_finished_run_has_nothing_left_to_do(tmp_path: Path, config: Path, und
     run = launch(config, tmp_path / "run", "--resume-from", str(undisturbed.folder))
     assert run.wait() == 0, run.log
     assert run.steps == []
+    assert run.log.splitlines()[-1].endswith(
+        "finished before, at step 40 of 40: a greater optimizer.max_steps continues it"
+    )
+    assert "loading the target" not in run.log
+    assert not (run.folder / "metrics.jsonl").exists()
+
+
+def test_the_log_says_why_a_run_has_so_many_steps(tmp_path: Path, config: Path, undisturbed: Run) -> None:
+    assert " INFO main 40 steps, by optimizer.max_steps, of 6000: 1000 epochs of 6 rows\n" in undisturbed.log
+    assert "14 of 14 records can be trained on: 350 tokens, 294 supervised; 6 rows an epoch, 91.1 % full" in (
+        undisturbed.log
+    )
+    changes = ["data.epochs=1", "data.sequence_length=8000", "data.anchors_per_row=16", "drafter.num_layers=1"]
+    run = launch(config, tmp_path / "run", "--set", *changes)
+    assert run.wait() == 0, run.log
+    assert " 1 step: 1 epoch of 1 row (optimizer.max_steps 40 is not reached)\n" in run.log
+    assert "drafter of 1 layer, " in run.log
+    assert "1 row an epoch, 4.4 % full\n" in run.log
+    assert "lower data.sequence_length, to about 350\n" in run.log
+
+
+def test_documents_beyond_the_target_s_positions_are_warned_of(tmp_path: Path, config: Path, source: Path) -> None:
+    path = tmp_path / "long.jsonl"
+    path.write_text(json.dumps({"input_ids": [7, 8, 9] * 100, "loss_mask": [1] * 300}) + "\n")
+    changes = [f"data.sources=[{path}]", "data.sequence_length=320", "optimizer.max_steps=1"]
+    run = launch(config, tmp_path / "run", "--set", *changes)
+    assert run.wait() == 0, run.log
+    assert "has 300 tokens, the target is made for 256 positions" in run.log
+    assert "set data.max_document_length to 256" in run.log
+
+
+def test_ctrl_c_saves_and_ends_with_130_and_a_second_one_says_so_in_one_line(
+    tmp_path: Path, config: Path, undisturbed: Run
+) -> None:
+    run = launch(config, tmp_path / "run", "--set", "optimizer.max_steps=6000")
+    run.until(lambda: len(run.steps) >= 2)
+    run.kill(signal.SIGINT)
+    assert run.wait() == 130, run.log
+    assert run.checkpoints == [run.steps[-1]["step"]]
+    stuck = launch(config, tmp_path / "stuck", prepare=a_target_that_sticks)
+    stuck.until(lambda: len(stuck.steps) == 5)
+    for said in ("finishing the step", "second Ctrl-C"):
+        stuck.kill(signal.SIGINT)
+        stuck.until(lambda said=said: said in stuck.log or not stuck.process.is_alive())  # type: ignore[misc]
+    assert stuck.wait() == 130, stuck.log
+    assert "Traceback" not in stuck.log
+    assert "ERROR" not in stuck.log
+    assert "second Ctrl-C: left without finishing the step" in stuck.log.splitlines()[-1]
+    assert stuck.checkpoints == [5]
+
+
+def test_ctrl_c_before_training_ends_with_130(tmp_path: Path, config: Path) -> None:
+    run = launch(config, tmp_path / "run", "--set", "optimizer.max_steps=6000")
+    run.until(lambda: (run.folder / "log").exists() and "can be trained on" in run.log)
+    run.kill(signal.SIGINT)
+    assert run.wait() == 130, run.log
 
 
 def test_a_released_drafter_is_trained_on(tmp_path: Path, config: Path, undisturbed: Run) -> None:
@@ -204,6 +260,12 @@ def test_two_processes_share_a_run_directory_and_write_what_one_with_two_drafter
             runs[1].kill(signal.SIGTERM)
         assert [run.wait() for run in runs] == [0, 0], runs[0].log
     two = runs[0]
+    log = (tmp_path / "two/log").read_text()  # of both
+    for alike in ("can be trained on", "drafter of 2 layers", "loading the target"):
+        lines = [line for line in log.splitlines() if alike in line]
+        assert len(lines) == 2, lines  # each time once
+        assert all(" INFO 0:main " in line for line in lines)
+    assert " INFO 1:main process 1 of 2 meets the others at 127.0.0.1:" in log
     assert [line["step"] for line in two.steps] == list(range(1, 13))
     assert losses(two) == losses(one)
     assert weights(two, 12) == weights(one, 12)
@@ -334,7 +396,7 @@ def test_a_stop_while_other_processes_are_awaited_ends_the_waiting(tmp_path: Pat
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = str(server.getsockname()[1])
     run = launch(config, tmp_path, WORLD_SIZE="2", RANK=rank, MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
-    run.until(lambda: (tmp_path / "log").exists() and "of 2 meets the others" in run.log)
+    run.until(lambda: (tmp_path / "log").exists() and f"process {rank} of 2 meets the others" in run.log)
     time.sleep(1)
     run.kill(signal.SIGTERM)
     asked = time.monotonic()
@@ -479,7 +541,8 @@ def test_a_checkpoint_of_another_drafter_or_optimizer_is_refused_with_the_cure(
 ) -> None:
     for change, difference in (
         ("optimizer.name=muon", "optimizer.name is adamw there, muon here"),
-        ("drafter.num_layers=1", "drafter num_hidden_layers is 2 there, 1 here"),
+        ("drafter.num_layers=1", "optimizer (drafter num_hidden_layers is 2 there, 1 here): keep"),
+        ("drafter.block_size=8", "optimizer (drafter block_size is 4 there, 8 here): keep"),
     ):
         run = launch(config, tmp_path / change, "--resume-from", str(undisturbed.folder), "--set", change)
         assert run.wait() == 78, run.log

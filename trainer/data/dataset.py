@@ -10,6 +10,7 @@ import fcntl
 import hashlib
 import json
 import logging
+import math
 import multiprocessing
 import os
 import shutil
@@ -27,11 +28,12 @@ import numpy as np
 
 from trainer.config import DataConfig, TargetConfig
 from trainer.data.chat import ChatEncoder, RefusedChatError, read_template
-from trainer.data.documents import Bool, DataError, Documents, DocumentWriter, Int32
+from trainer.data.documents import Bool, DataError, Documents, DocumentWriter, Int32, Statistics
 from trainer.data.progress import progress
 from trainer.data.rows import RowSource
 from trainer.data.sources import Text, Tokens, count_records, parse, read_fields, readable
 from trainer.target import load_tokenizer
+from trainer.wording import count
 
 _log = logging.getLogger(__name__)
 
@@ -41,6 +43,9 @@ _FORMAT = 2
 _BATCH = 256
 _WORTH_PROCESSES = 4096
 """Records from which on tokenising is spread over processes, each of which needs seconds to start"""
+
+_WORTH_A_WARNING = 0.05
+"""Share of the rows that is not padding"""
 
 _Fields = tuple[str, dict[str, Any]]
 
@@ -128,23 +133,28 @@ def open_rows(data: DataConfig, target: TargetConfig) -> RowSource:
         epochs=data.epochs,
         seed=data.seed,
     )
-    found = documents.statistics
-    _log.info(
-        "%d of %d records can be trained on: %d tokens, %d supervised; %d have no anchor position, of which the chat "
-        "template refused %d; it hides an answer in %d; %d were cut (%d tokens lost); %d rows an epoch, %.1f %% full",
-        found.documents,
-        found.records,
-        found.tokens,
-        found.supervised,
-        found.unanchored,
-        found.refused,
-        found.untellable,
-        found.cut,
-        found.cut_tokens,
-        rows.rows_per_epoch,
-        100 * rows.fill,
-    )
+    _log.info("%s", _describe(documents.statistics, rows))
+    if rows.fill < _WORTH_A_WARNING:
+        _log.warning(
+            "rows are %.1f %% full, and padding costs as much as tokens: lower data.sequence_length, to about %d",
+            100 * rows.fill,
+            max(rows.shape.longest, math.ceil(rows.fill * data.sequence_length), 16),
+        )
     return rows
+
+
+def _describe(found: Statistics, rows: RowSource) -> str:
+    """One line: what became of the records, and how full the rows are; what did not happen is left out."""
+    text = f"{found.documents} of {count(found.records, 'record')} can be trained on: "
+    text += f"{count(found.tokens, 'token')}, {found.supervised} supervised; "
+    if found.unanchored:
+        refused = f", of which the chat template refused {found.refused}" if found.refused else ""
+        text += f"{found.unanchored} without an anchor position{refused}; "
+    if found.untellable:
+        text += f"{found.untellable} with an answer that the chat template hides; "
+    if found.cut:
+        text += f"{found.cut} cut ({count(found.cut_tokens, 'token')} lost); "
+    return text + f"{count(rows.rows_per_epoch, 'row')} an epoch, {100 * rows.fill:.1f} % full"
 
 
 def open_documents(data: DataConfig, target: TargetConfig) -> Documents:
@@ -208,12 +218,14 @@ def _tokenise(sources: list[Path], recipe: _Recipe, writer: DocumentWriter, cont
             advance(len(batch))
     statistics = writer.close(content_hash)
     if statistics.refused:
-        _log.warning("the chat template refused %d records, the first is %s", statistics.refused, complaints["refused"])
+        _log.warning(
+            "the chat template refused %s, the first is %s", count(statistics.refused, "record"), complaints["refused"]
+        )
     if statistics.untellable:
         _log.warning(
-            "in %d records the chat template does not show what the assistant wrote, the first is %s; "
-            "these turns are not trained on",
-            statistics.untellable,
+            "in %s the chat template does not show what the assistant wrote, the first is %s; these turns are not "
+            "trained on",
+            count(statistics.untellable, "record"),
             complaints["untellable"],
         )
 
