@@ -15,12 +15,14 @@ import fcntl
 import json
 import logging
 import os
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import torch
+from transformers import StoppingCriteria, StoppingCriteriaList
 
 from trainer.config import RunConfig, load
 from trainer.data.chat import RefusedChatError, read_template
@@ -30,8 +32,11 @@ from trainer.data.prompts import Prompt, prompt_tokens, read_prompts
 from trainer.devices import find_device
 from trainer.inputs import PACKAGES, require_prompts, require_target
 from trainer.target import load_model, load_tokenizer, stop_tokens
+from trainer.wording import count
 
 _log = logging.getLogger(__name__)
+
+PULSE_SECONDS = 20.0  # between words of life while a batch is answered
 
 
 @dataclass(frozen=True)
@@ -189,7 +194,7 @@ def regenerate(
     wanted = list(prompts.values())[:limit]
     file = _Output(output, recipe)
     open_prompts = [prompt for prompt in wanted if prompt.id not in file.done]
-    _log.info("%d prompts, %d answered already", len(wanted), len(wanted) - len(open_prompts))
+    _log.info("%s, %d answered already", count(len(wanted), "prompt"), len(wanted) - len(open_prompts))
     if not open_prompts:
         file.close()
         return 0
@@ -239,10 +244,30 @@ def regenerate(
             waiting = further + waiting
     file.close()
     if too_long:
-        _log.warning("%d prompts are longer than %d tokens and were left out", too_long, sampling.max_prompt_tokens)
+        _log.warning("left out: %s of more than %d tokens", count(too_long, "prompt"), sampling.max_prompt_tokens)
     if refused:
-        _log.warning("the chat template refused %d prompts, the first because %s", len(refused), refused[0])
+        _log.warning("the chat template refused %s, the first because %s", count(len(refused), "prompt"), refused[0])
     return written
+
+
+class _Pulse(StoppingCriteria):
+    """Says now and then how far the answers under way are, for a batch can take many minutes. Stops nothing."""
+
+    def __init__(self) -> None:
+        self._spoken = time.monotonic()
+        self.prompt_tokens = self.written = 0
+        """Tokens before each answer of the batch, and of all earlier answers"""
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor, **_: Any) -> torch.Tensor:
+        if time.monotonic() - self._spoken >= PULSE_SECONDS:
+            self._spoken = time.monotonic()
+            _log.info(
+                "%s under way, the longest at %s; %s written before",
+                count(len(input_ids), "answer"),
+                count(input_ids.shape[1] - self.prompt_tokens, "token"),
+                count(self.written, "token"),
+            )
+        return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
 
 
 class _Writer:
@@ -251,6 +276,7 @@ class _Writer:
     def __init__(self, model: Any, tokenizer: Any, device: torch.device, sampling: Sampling) -> None:
         self._model, self._tokenizer, self._device, self._sampling = model, tokenizer, device, sampling
         self._ends = stop_tokens(model, tokenizer)
+        self._pulse = _Pulse()
         self._padding = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else 0  # masked: any id will do
 
     def answer(self, batch: list[tuple[list[int], _Conversation]]) -> Iterator[tuple[list[int], str, bool]]:
@@ -260,18 +286,22 @@ class _Writer:
         mask = [[0] * (longest - len(ids)) + [1] * len(ids) for ids, _ in batch]
         # Every batch has a seed of its own, so that a continued run does not repeat the draws of the first.
         torch.manual_seed(int(batch[0][1].prompt.id, 16) % 2**32 + self._sampling.seed)
+        self._pulse.prompt_tokens = longest
         with torch.inference_mode():
             output = self._model.generate(
                 input_ids=torch.tensor(padded, device=self._device),
                 attention_mask=torch.tensor(mask, device=self._device),
                 max_new_tokens=self._sampling.max_new_tokens,
                 pad_token_id=self._padding,
+                stopping_criteria=StoppingCriteriaList([self._pulse]),
                 **self._sampling.generate_options(),
             )
         for row in output[:, longest:].tolist():
             end = next((place for place, token in enumerate(row) if token in self._ends), None)
             text = self._tokenizer.decode(row[:end], skip_special_tokens=True)
-            yield (row if end is None else row[: end + 1]), text, end is not None
+            answer = row if end is None else row[: end + 1]
+            self._pulse.written += len(answer)
+            yield answer, text, end is not None
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -313,5 +343,5 @@ def main(arguments: list[str] | None = None) -> int:
     written = regenerate(
         config, options.prompts, options.output, sampling, batch_size=options.batch_size, limit=options.limit
     )
-    _log.info("%d conversations written to %s", written, options.output)
+    _log.info("%s written to %s", count(written, "conversation"), options.output)
     return 0

@@ -194,7 +194,7 @@ def test_prompts_that_the_chat_template_refuses_are_left_out_and_the_reason_said
     refused = {"messages": [{"role": "system", "content": "x"}, {"role": "user", "content": "Hello?"}]}
     source = prompts(tmp_path / "prompts.jsonl", [refused, {"prompt": "Hello?"}])
     assert answer(config.model_copy(update={"data": data}), source, tmp_path / "out.jsonl") == 1
-    assert "refused 1 prompts, the first because no system turn" in caplog.text
+    assert "refused 1 prompt, the first because no system turn" in caplog.text
     missing = config.data.model_copy(update={"chat_template": tmp_path / "nowhere.jinja"})
     with pytest.raises(DataError, match=r"data.chat_template .*nowhere.jinja cannot be read: No such file"):
         answer(config.model_copy(update={"data": missing}), source, tmp_path / "other.jsonl")
@@ -298,7 +298,7 @@ def test_the_same_prompt_is_answered_once_and_too_long_ones_are_left_out(
         tmp_path / "prompts.jsonl", [{"prompt": "Hello?"}, {"prompt": "Hello?"}, {"prompt": "word " * 200}]
     )
     assert answer(config, source, tmp_path / "out.jsonl") == 1
-    assert "1 prompts are longer than 100 tokens and were left out" in caplog.text
+    assert "left out: 1 prompt of more than 100 tokens" in caplog.text
 
 
 def test_prompts_come_from_packages_too(config: RunConfig, tmp_path: Path) -> None:
@@ -313,3 +313,12 @@ def test_a_record_without_a_prompt_is_named(config: RunConfig, tmp_path: Path) -
     source = prompts(tmp_path / "prompts.jsonl", [{"text": "Once upon a time."}])
     with pytest.raises(DataError, match=r"prompts.jsonl line 1 holds no prompt"):
         answer(config, source, tmp_path / "out.jsonl")
+
+
+def test_a_batch_that_takes_long_is_heard_of(
+    config: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("trainer.regenerate.PULSE_SECONDS", 0.0)
+    with caplog.at_level("INFO"):
+        answer(config, prompts(tmp_path / "p.jsonl", [{"prompt": "Hello?"}]), tmp_path / "out.jsonl")
+    assert "1 answer under way, the longest at 2 tokens; 0 tokens written before" in caplog.text
