@@ -142,17 +142,19 @@ def _measurements(measured: Mapping[str, Any] | None, trained: Mapping[str, Any]
         sampling = measured["sampling"]
         how = "greedy" if sampling["temperature"] == 0 else f"temperature {sampling['temperature']}"
         yield from (
-            f"By real speculative decoding in transformers on {measured['device']} ({measured['dtype']}, {how}, up to "
+            f"By real speculative decoding in transformers ({measured['dtype']}, {how}, up to "
             f"{measured['max_new_tokens']} tokens, block {measured['block_size']}). Accepted: mean tokens per pass of "
             "the target, its own included.",
             "",
-            "| prompts | answers | accepted | identical to the target alone | speedup |",
+            "| prompts | accepted | passes of the target saved | answers | identical to the target alone |",
             "|---|---|---|---|---|",
         )
         for row in measured["sets"]:
             same = "sampled" if row["identical"] is None else f"{row['identical']}/{row['answers']}"
-            accepted, speedup = row["acceptance_length"], row["speedup"]
-            yield f"| {row['name']} | {row['answers']} | {accepted:.2f} | {same} | {speedup:.2f}x |"
+            accepted, saved = row["acceptance_length"], 100 * row["passes_saved"]
+            yield f"| {row['name']} | {accepted:.2f} | {saved:.0f} % | {row['answers']} | {same} |"
+        speeds = ", ".join(f"{r['speedup']:.2f}x for {r['name']} ({r['tokens']} tokens)" for r in measured["sets"])
+        yield from ("", f"Speedup in transformers on {measured['device']}: {speeds}; it depends on machine and load.")
     elif (accepted := trained.get("accept_length")) is not None:
         yield f"On training blocks before the checkpoint: {accepted:.2f} tokens. Real decoding was not measured."
     else:
@@ -201,10 +203,12 @@ def _read_evaluation(path: Path, folder: Path) -> dict[str, Any]:
     try:
         document: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
         measured = document["weights_sha256"]
+        if not all({"passes_saved", "tokens"} <= row.keys() for row in document["sets"]):
+            raise KeyError("passes_saved")
     except OSError as error:
         raise ExportError(f"{path} cannot be read: {error.strerror}") from error
     except (ValueError, KeyError, TypeError):
-        raise ExportError(f"{path} is not what `trainer evaluate --output` writes") from None
+        raise ExportError(f"{path} is not what this trainer's `evaluate --output` writes: evaluate again") from None
     if measured != fingerprint(folder):
         raise ExportError(f"{path} measured another drafter ({document['drafter']}): evaluate {folder} first")
     return document

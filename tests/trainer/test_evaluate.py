@@ -174,6 +174,7 @@ def test_summaries_average_over_answers_as_officially_and_survive_answers_withou
     result = summarise("s", list(zip(alone, helped, strict=True)), greedy=True)
     assert (result.acceptance_length, result.pooled_acceptance_length) == (1.5, 1.5)
     assert result.identical == 2
+    assert result.passes_saved == pytest.approx(1 / 5)  # two prompts and two blocks for five tokens
     assert result.histogram == {1: 0.5, 2: 0.5}
     assert result.speedup == pytest.approx((1.0 + 0.5) / (0.5 + 0.5))
     nothing = summarise("s", [(alone[1], helped[1])], greedy=True)

@@ -67,7 +67,15 @@ def evaluation(folder: Path, path: Path) -> Path:
         "max_new_tokens": 128,
         "sampling": {"temperature": 0.0, "top_p": 1.0, "top_k": 0},
         "sets": [
-            {"name": "human-eval", "answers": 164, "acceptance_length": 4.567, "identical": 164, "speedup": 2.5},
+            {
+                "name": "human-eval",
+                "answers": 164,
+                "acceptance_length": 4.567,
+                "passes_saved": 0.78,
+                "identical": 164,
+                "tokens": 9000,
+                "speedup": 2.5,
+            },
         ],
     }
     path.write_text(json.dumps(document))
@@ -180,7 +188,9 @@ def test_the_card_holds_recipe_data_hash_and_measured_acceptance_and_no_local_pa
     card = (tmp_path / "my-drafter" / "README.md").read_text()
     front = yaml.safe_load(card.split("---")[1])
     assert front["base_model"] == "org/target"
-    for part in ("# my-drafter", "ab12cd34", "answers.jsonl", "| human-eval | 164 | 4.57 | 164/164 | 2.50x |", "42"):
+    measured = "| human-eval | 4.57 | 78 % | 164 | 164/164 |"
+    speedup = "Speedup in transformers on cpu: 2.50x for human-eval (9000 tokens); it depends on machine and load."
+    for part in ("# my-drafter", "ab12cd34", "answers.jsonl", measured, speedup, "42"):
         assert part in card
     recipe = yaml.safe_load(card.split("```yaml")[1].split("```")[0])
     assert recipe["optimizer"]["lr"] == 6e-4
@@ -208,7 +218,7 @@ def test_an_evaluation_of_another_drafter_or_another_file_is_refused(tmp_path: P
     with pytest.raises(ExportError, match="measured another drafter"):
         export(run, tmp_path / "out", evaluation=wrong)
     wrong.write_text("[]")
-    with pytest.raises(ExportError, match="not what `trainer evaluate"):
+    with pytest.raises(ExportError, match="not what this trainer's `evaluate --output` writes: evaluate again"):
         export(run, tmp_path / "out", evaluation=wrong)
     with pytest.raises(ExportError, match="cannot be read"):
         export(run, tmp_path / "out", evaluation=tmp_path / "none.json")
