@@ -13,6 +13,7 @@ import contextlib
 import ipaddress
 import json
 import os
+import re
 import secrets
 import socket
 import threading
@@ -60,7 +61,7 @@ def _variable(name: str, least: int, most: int | None, *, default: int | None = 
     text = os.environ.get(name)
     if text is None and default is not None:
         return default
-    number = int(text) if text is not None and text.isascii() and text.isdigit() else -1
+    number = int(text) if text is not None and re.fullmatch("[0-9]{1,9}", text) else -1
     if number < least or (most is not None and number > most):
         found = "not set" if text is None else repr(text)
         span = f"from {least} to {most}" if most is not None else f"of at least {least}"
@@ -161,6 +162,11 @@ class Peers:
         except ConnectionRefusedError as error:
             raise PeerError(
                 f"process 0 on {host} awaits nobody any more: it ended, or RANK={self._process} was given twice"
+            ) from error
+        except OSError as error:
+            raise SetupError(
+                f"process {self._process} can't reach process 0 at port {meeting['port']} of {host} "
+                f"({error.strerror or error}): let the hosts of a run reach each other at all ports"
             ) from error
         line.name = f"process 0 on {host}"
         self._lines[0] = line
