@@ -81,12 +81,6 @@ class Processes:
         return met
 
     @classmethod
-    def decline(cls, error: Exception) -> None:
-        """Meet the others only to tell them why this process comes no further: they would wait for it."""
-        with contextlib.suppress(Exception), cls.meet():
-            raise error
-
-    @classmethod
     def _meet(cls, process: int, count: int) -> Processes:
         # Torchrun's agent may serve the store already; else process 0 has to. Nobody waits here for the others to
         # come to the store: who comes and dies is seen only by those who have met.

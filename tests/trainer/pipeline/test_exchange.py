@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 import threading
@@ -261,30 +260,3 @@ def test_a_digest_tells_any_difference_and_nothing_else() -> None:
         {"d": 1},
     ):
         assert digest({**state, **change}) != digest(state)
-
-
-def test_who_comes_no_further_tells_the_others_why() -> None:
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    script = (
-        "from trainer.pipeline.exchange import Processes\n"
-        "import os, sys\n"
-        "if os.environ['RANK'] == '1':\n"
-        "    Processes.decline(ValueError('no such file'))\n"
-        "    sys.exit('declined')\n"
-        "Processes.meet().peers.share(None)\n"
-    )
-    environment = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)}
-    environment["TORCHELASTIC_USE_AGENT_STORE"] = "True"
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-c", script],
-            cwd=ROOT,
-            env={**os.environ, **environment, "RANK": str(rank)},
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    said = [process.communicate(timeout=60)[1].splitlines()[-1] for process in processes]
-    assert said[0].endswith(f"PeerError: process 1 on {socket.gethostname()}: main failed: ValueError: no such file")
-    assert said[1] == "declined"
