@@ -9,6 +9,7 @@ import socket
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -69,6 +70,28 @@ def test_checkpoints_of_different_runs_are_refused_by_all(tmp_path: Path, config
     for run in runs:
         assert "process 0 has starting weights " in last_line(run)
         assert "Traceback" not in run.log
+
+
+def test_fresh_drafters_of_targets_that_differ_are_refused_by_all(tmp_path: Path, config: Path) -> None:
+    runs = start(config, tmp_path, [[], []], prepare=process_1_has_another_target)
+    assert [run.wait() for run in runs] == [78, 78], runs[0].log
+    for run in runs:
+        assert "process 0 has starting weights " in last_line(run)
+
+
+def process_1_has_another_target() -> None:
+    """In a run's process: the folder of process 1 holds another target of the same shape."""
+    from trainer.target import Target
+
+    original = Target.load
+
+    def load(*words: Any, **options: Any) -> Target:
+        target = original(*words, **options)
+        target.head.mul_(100.0)
+        return target
+
+    if os.environ["RANK"] == "1":
+        Target.load = load  # type: ignore[method-assign, assignment]
 
 
 def test_what_keeps_one_process_from_reading_is_said_by_all(tmp_path: Path, config: Path) -> None:
