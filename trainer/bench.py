@@ -37,6 +37,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from trainer import wording
 from trainer.compilation import CompilePhase, Mode, compiled_graphs
 from trainer.config import RunConfig
 from trainer.data.documents import Documents
@@ -44,6 +45,7 @@ from trainer.data.rows import RowSource
 from trainer.devices import find_device
 from trainer.drafter.config import DrafterConfig
 from trainer.pipeline.features import FeatureMaker
+from trainer.pipeline.plan import describe
 from trainer.pipeline.supervisor import Pipeline
 from trainer.pipeline.threads import in_worker_thread
 from trainer.pipeline.types import Hooks, Outcome, StepReport
@@ -85,44 +87,21 @@ PRESETS = {
 }
 
 
-def main(arguments: Sequence[str]) -> int:
+def main(options: argparse.Namespace) -> int:
     """Run one benchmark."""
-    parser = argparse.ArgumentParser(prog="python -m trainer bench", description=__doc__.split("\n")[0])
-    commands = parser.add_subparsers(dest="benchmark", required=True)
-    for name, run in (
-        ("pipeline", pipeline),
-        ("target", target),
-        ("threads", threads),
-        ("step", step),
-        ("first-step", first_step),
-    ):
-        command = commands.add_parser(name, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-        command.set_defaults(run=run)
-        gpu = torch.cuda.is_available()
-        command.add_argument("--preset", choices=PRESETS, default="smollm2" if gpu else "tiny")
-        command.add_argument("--length", type=int, help="tokens of a row; default: the preset's")
-        command.add_argument("--anchors", type=int, help="anchors of a row; default: the preset's")
-        command.add_argument("--mode", choices=("graph", "compiled", "eager"), default="graph" if gpu else "eager")
-        command.add_argument("--steps", type=int, default=60 if gpu else 20, help="measured steps")
-        command.add_argument("--optimizer", choices=("adamw", "muon"), default="adamw")
-        command.add_argument("--device", default="cuda:0" if gpu else "cpu")
-        command.set_defaults(targets=None, drafters=None)
-        if name in ("pipeline", "first-step"):
-            command.add_argument("--targets", nargs="+", metavar="DEVICE", help="default: --device")
-            command.add_argument("--drafters", nargs="+", metavar="DEVICE", help="default: --device")
-        if name == "pipeline":
-            command.add_argument("--profile-steps", type=int, default=100, help="steps under the profiler; 0: none")
-        if name == "threads":
-            command.add_argument("--threads", type=int, default=3)
-        if name == "first-step":
-            command.add_argument("--cache", type=Path, help="compile cache to fill and use; default: a temporary one")
-            command.add_argument("--once", action="store_true", help=argparse.SUPPRESS)
-    options = parser.parse_args(arguments)
+    gpu = torch.cuda.is_available()
+    options.preset = options.preset or ("smollm2" if gpu else "tiny")
+    options.mode = options.mode or ("graph" if gpu else "eager")
+    options.steps = options.steps or (60 if gpu else 20)
+    options.device = options.device or ("cuda:0" if gpu else "cpu")
     for name in (options.device, *(options.targets or ()), *(options.drafters or ())):
         find_device(name)
     preset = PRESETS[options.preset]
     options.shape = replace(preset, length=options.length or preset.length, anchors=options.anchors or preset.anchors)
-    result = {"benchmark": options.benchmark, "machine": machine(), "preset": options.preset, **options.run(options)}
+    run = {"pipeline": pipeline, "target": target, "threads": threads, "step": step, "first-step": first_step}[
+        options.benchmark
+    ]
+    result = {"benchmark": options.benchmark, "machine": machine(), "preset": options.preset, **run(options)}
     print(json.dumps(result, default=str))
     return 0
 
@@ -457,10 +436,24 @@ def pipeline(options: argparse.Namespace) -> dict[str, Any]:
         "compilation": compiled,
         "recompiles_after_start": compiled_graphs() - graphs_at_start,
     }
-    console.print(f"bottleneck: {outcome.workers['balance']}")
-    console.print(f"GIL wait, us: idle process {idle_gil}, pipeline {clock.gil}")
+    console.print(describe(outcome.workers))
+    waits = (("idle process", idle_gil), ("pipeline", clock.gil))
+    table(
+        "wait for the GIL",
+        [(name, wait["mean"], wait["p99"]) for name, wait in waits if wait is not None],
+        "",
+        "mean us",
+        "99th percentile us",
+    )
     console.print(f"recompiles after the start: {result['recompiles_after_start']}")
-    console.print(f"compiled: {[(r['worker'], r['mode'], r['kernels'], r['graph_breaks']) for r in compiled]}")
+    table(
+        "compiled",
+        [(r["worker"], r["mode"], r["kernels"], r["graph_breaks"]) for r in compiled],
+        "worker",
+        "mode",
+        "kernels",
+        "graph breaks",
+    )
     if clock.calls is not None:
         per_step = {name: clock.calls[name] / clock.profiled for name in (*SYNCHRONISING, *COUNTED)}
         result["cuda_calls_per_step"] = per_step
@@ -648,7 +641,11 @@ def step(options: argparse.Namespace) -> dict[str, Any]:
         "piece",
         "ms",
     )
-    console.print(f"{found['chunks']} head chunks; peak GPU memory {found['peak_gib']} GiB; {found['compilation']}")
+    peak = f"; peak GPU memory {found['peak_gib']:.1f} GiB" if found["peak_gib"] is not None else ""
+    made = found["compilation"]
+    console.print(
+        f"{wording.count(found['chunks'], 'head chunk')}{peak}; {made.mode}, {wording.count(made.kernels, 'kernel')}"
+    )
     return found
 
 

@@ -144,9 +144,8 @@ def table(results: Sequence[SetResult]) -> Table:
     return grid
 
 
-def main(arguments: Sequence[str]) -> int:
-    """Run `python -m trainer evaluate` with these command-line arguments; returns the exit code."""
-    options = _parser().parse_args(arguments)
+def main(options: argparse.Namespace) -> int:
+    """Run `python -m trainer evaluate`; returns the exit code."""
     console = Console(stderr=True)
     device = find_device(options.device or ("cuda:0" if torch.cuda.is_available() else "cpu"))
     names = options.prompts or [HUMAN_EVAL]
@@ -231,57 +230,3 @@ def _template(options: argparse.Namespace, run: Mapping[str, Any] | None) -> tup
         return None, dict(options.template_option)
     data = DataConfig.model_validate(run["config"]["data"])
     return read_template(data), data.chat_template_kwargs | dict(options.template_option)
-
-
-def _template_option(text: str) -> tuple[str, Any]:
-    key, separator, value = text.partition("=")
-    if not separator:
-        raise argparse.ArgumentTypeError(f"'{text}' is not key=value")
-    try:
-        return key, json.loads(value)
-    except json.JSONDecodeError:
-        return key, value
-
-
-def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError("must be at least 1")
-    return value
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m trainer evaluate",
-        description="Measure a drafter's accepted lengths and speed by real speculative decoding.",
-    )
-    add = parser.add_argument
-    add("drafter", type=Path, help="exported or released drafter, checkpoint, or run directory")
-    add("--target", help="folder or hub name of the target; a checkpoint knows its own")
-    add("--gguf-file", help="file name inside the target's folder when it is a GGUF file")
-    add("--dtype", choices=["float32", "bfloat16", "float16"], help="precision of target and drafter")
-    add("--trust-remote-code", action="store_true", help="let the target's repository run its own Python code")
-    add(
-        "--prompts",
-        action="append",
-        metavar="SET",
-        help=f"a JSONL or Parquet file, or {', '.join(PACKAGES)}; may be given several times (default: {HUMAN_EVAL})",
-    )
-    add("--max-prompts", type=_positive, help="use the first so many prompts of each set")
-    add("--max-new-tokens", type=_positive, default=512, help="longest answer (default: %(default)s)")
-    add("--temperature", type=float, default=0.0, help="0 is greedy (default: %(default)s)")
-    add("--top-p", type=float, default=1.0, help="nucleus sampling (default: off)")
-    add("--top-k", type=int, default=0, help="sample among so many tokens (default: all)")
-    add("--seed", type=int, default=0, help="seed of sampling (default: %(default)s)")
-    add("--block-size", type=_positive, help="block to serve with (default: the drafter's)")
-    add(
-        "--template-option",
-        type=_template_option,
-        action="append",
-        default=[],
-        metavar="KEY=VALUE",
-        help="variable of the chat template, such as enable_thinking=false (default: those of the drafter's run)",
-    )
-    add("--device", help="cuda:0, cpu, ... (default: the first GPU, else the CPU)")
-    add("--output", type=Path, help="also write everything measured to this JSON file")
-    return parser

@@ -11,7 +11,7 @@ import argparse
 import json
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +21,6 @@ from rich.console import Console
 
 from trainer.drafter.config import DrafterConfig
 from trainer.drafter.released import find_drafter, fingerprint, read_drafter, write_drafter
-
-DTYPES = ("bfloat16", "float16", "float32")
 
 
 class ExportError(ValueError):
@@ -92,16 +90,8 @@ def model_card(
     )
 
 
-def main(arguments: Sequence[str]) -> int:
-    """Run `python -m trainer export` with these command-line arguments; returns the exit code."""
-    parser = argparse.ArgumentParser(
-        prog="python -m trainer export", description="Export a drafter in the released DFlash layout."
-    )
-    parser.add_argument("checkpoint", type=Path, help="checkpoint, or run directory (its newest checkpoint)")
-    parser.add_argument("out", type=Path, help="folder to make")
-    parser.add_argument("--dtype", choices=DTYPES, default=DTYPES[0], help="precision (default: %(default)s)")
-    parser.add_argument("--evaluation", type=Path, help="JSON file of `trainer evaluate` for the model card")
-    options = parser.parse_args(arguments)
+def main(options: argparse.Namespace) -> int:
+    """Run `python -m trainer export`; returns the exit code."""
     out = export(options.checkpoint, options.out, dtype=options.dtype, evaluation=options.evaluation)
     size = (out / "model.safetensors").stat().st_size / 2**20
     Console(stderr=True).print(f"exported to {out} ({size:.1f} MiB, {options.dtype})", soft_wrap=True)

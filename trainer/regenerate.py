@@ -30,7 +30,7 @@ from trainer.data.documents import DataError
 from trainer.data.progress import progress
 from trainer.data.prompts import Prompt, prompt_tokens, read_prompts
 from trainer.devices import find_device
-from trainer.inputs import PACKAGES, require_prompts, require_target
+from trainer.inputs import require_prompts, require_target
 from trainer.target import load_model, load_tokenizer, stop_tokens
 from trainer.wording import count
 
@@ -304,31 +304,8 @@ class _Writer:
             yield answer, text, end is not None
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Command line; see --help."""
-    parser = argparse.ArgumentParser(
-        prog="trainer regenerate",
-        description="Let a run's target answer prompts. An interrupted command is continued by giving it again.",
-    )
-    parser.add_argument("config", type=Path, help="the run's YAML file: its target, template and first target device")
-    parser.add_argument(
-        "--prompts",
-        nargs="+",
-        required=True,
-        metavar="SOURCE",
-        help=f"JSONL or Parquet files with prompt, turns or messages, or {', '.join(PACKAGES)}",
-    )
-    parser.add_argument("--output", type=Path, required=True, help="JSONL file to write, a source for data.sources")
-    parser.add_argument("--temperature", type=float, help="0: greedy; default: the target's generation config")
-    parser.add_argument("--top-p", type=float, help="default: the target's generation config")
-    parser.add_argument("--top-k", type=int, help="default: the target's generation config")
-    parser.add_argument("--max-new-tokens", type=int, default=2048, help="greatest length of an answer (%(default)s)")
-    parser.add_argument("--max-prompt-tokens", type=int, default=2048, help="longer prompts are left out (%(default)s)")
-    parser.add_argument("--batch-size", type=int, default=16, help="prompts answered side by side (%(default)s)")
-    parser.add_argument("--limit", type=int, help="answer only the first prompts")
-    parser.add_argument("--seed", type=int, default=0, help="seed of sampling (%(default)s)")
-    parser.add_argument("--set", nargs="+", action="extend", default=[], metavar="KEY=VALUE", help="change the config")
-    options = parser.parse_args(arguments)
+def main(options: argparse.Namespace) -> int:
+    """Run `python -m trainer regenerate`; returns the exit code."""
     sampling = Sampling(
         options.temperature,
         options.top_p,

@@ -96,11 +96,7 @@ def convert(folder: Path, dtype: Precision = "float32") -> Path:
     return folder
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Command line: `FOLDER [--dtype float32|bfloat16]`."""
-    parser = argparse.ArgumentParser(prog="trainer small-target", description="Write SmolLM2-135M-Instruct to FOLDER")
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
-    options = parser.parse_args(arguments)
+def main(options: argparse.Namespace) -> int:
+    """Run `python -m trainer small-target`; returns the exit code."""
     print(convert(options.folder, options.dtype))
     return 0

@@ -11,7 +11,6 @@ import argparse
 import logging
 from collections.abc import Callable, Sequence
 from functools import partial
-from pathlib import Path
 
 import torch
 
@@ -29,18 +28,11 @@ from trainer.target import Target
 logger = logging.getLogger(__name__)
 
 
-def main(arguments: Sequence[str]) -> int:
-    """Fill the cache of a configuration."""
+def main(options: argparse.Namespace) -> int:
+    """Run `python -m trainer warmup`; returns the exit code."""
     from trainer.data.dataset import open_rows
     from trainer.target import load_model_config, load_tokenizer
 
-    parser = argparse.ArgumentParser(prog="python -m trainer warmup", description=__doc__.split("\n")[0])
-    parser.add_argument("config", type=Path, help="the run's YAML file")
-    parser.add_argument(
-        "--devices", nargs="+", metavar="DEVICE", help="drafters' devices; default: pipeline.drafters of the file"
-    )
-    parser.add_argument("--set", nargs="+", action="extend", default=[], metavar="KEY=VALUE", help="change fields")
-    options = parser.parse_args(arguments)
     config = load(options.config, options.set)
     require_run(config)
     if config.pipeline.mode == "eager":

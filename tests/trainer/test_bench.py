@@ -8,11 +8,15 @@ from typing import Any
 import pytest
 
 from trainer import bench
+from trainer.arguments import PRESETS, read
 
 
 def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
-    assert bench.main([*arguments, "--preset", "tiny", "--device", "cpu", "--mode", "eager"]) == 0
-    found: dict[str, Any] = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert bench.main(read(["bench", *arguments, "--preset", "tiny", "--device", "cpu", "--mode", "eager"])) == 0
+    said = capsys.readouterr()
+    assert "{'" not in said.err  # sentences and tables
+    assert "[(" not in said.err
+    found: dict[str, Any] = json.loads(said.out.splitlines()[-1])
     return found
 
 
@@ -48,3 +52,7 @@ def test_the_first_step_is_timed_from_the_start_of_a_process_with_an_empty_and_a
     found = run(capsys, "first-step")
     for state in ("cold", "warm"):
         assert found[state]["seconds"] > found[state]["target_loaded"] > 0
+
+
+def test_the_command_line_and_the_benchmarks_name_the_same_presets() -> None:
+    assert set(PRESETS) == set(bench.PRESETS)

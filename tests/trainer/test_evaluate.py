@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.trainer.tiny_models import drafter_for, overfit, save_target, tiny_target
 from trainer import checkpoint
+from trainer.arguments import read
 from trainer.config import CheckpointConfig
 from trainer.data.prompts import Prompt
 from trainer.decoding import Generation, Limits, Sampling, Writer
@@ -53,7 +54,7 @@ def test_measured_acceptance_is_what_the_official_package_measures_for_the_same_
     output = tmp_path / "evaluation.json"
     words = [str(drafter_folder), "--target", str(target_folder), "--dtype", "float32", "--device", "cpu"]
     words += ["--prompts", str(prompts), "--max-new-tokens", "25", "--output", str(output)]
-    assert main(words) == 0
+    assert main(read(["evaluate", *words])) == 0
     (ours,) = json.loads(output.read_text())["sets"]
     assert ours["identical"] == ours["answers"] == len(QUESTIONS)
     assert "questions" in capsys.readouterr().out
@@ -98,7 +99,14 @@ def test_a_run_directory_knows_its_target_and_sampling_follows_the_seed(
     outputs = []
     for name in ("a.json", "b.json"):
         words = [str(tmp_path), "--prompts", str(prompts), "--max-new-tokens", "12", "--device", "cpu"]
-        assert main([*words, "--temperature", "0.7", "--max-prompts", "2", "--output", str(tmp_path / name)]) == 0
+        assert (
+            main(
+                read(
+                    ["evaluate", *words, "--temperature", "0.7", "--max-prompts", "2", "--output", str(tmp_path / name)]
+                )
+            )
+            == 0
+        )
         (result,) = json.loads((tmp_path / name).read_text())["sets"]
         outputs.append((result["tokens"], result["acceptance_length"], result["histogram"]))
         assert result["answers"] == 2
@@ -123,9 +131,9 @@ def test_a_run_is_evaluated_with_the_chat_template_and_variables_that_it_was_tra
     output = tmp_path / "evaluation.json"
     words = [str(tmp_path), "--prompts", str(served[2]), "--max-prompts", "1", "--max-new-tokens", "2"]
     words += ["--device", "cpu", "--output", str(output)]
-    assert main(words) == 0
+    assert main(read(["evaluate", *words])) == 0
     assert seen[-1] == [7, 10, 11, 12, 8]
-    assert main([*words, "--template-option", "closing=9"]) == 0
+    assert main(read(["evaluate", *words, "--template-option", "closing=9"])) == 0
     assert seen[-1] == [7, 10, 11, 12, 9]
     assert json.loads(output.read_text())["chat_template_kwargs"] == {"opening": 7, "closing": 9}
 
@@ -136,7 +144,8 @@ def test_prompt_files_of_one_name_are_both_measured(served: tuple[Path, Path, Pa
         (tmp_path / folder).mkdir()
         (tmp_path / folder / "questions.jsonl").write_text('{"prompt": "w10"}\n' * number)
         words += ["--prompts", str(tmp_path / folder / "questions.jsonl")]
-    assert main([*words, "--max-new-tokens", "2", "--output", str(tmp_path / "evaluation.json")]) == 0
+    words += ["--max-new-tokens", "2", "--output", str(tmp_path / "evaluation.json")]
+    assert main(read(["evaluate", *words])) == 0
     assert [found["answers"] for found in json.loads((tmp_path / "evaluation.json").read_text())["sets"]] == [1, 2]
 
 
@@ -144,7 +153,7 @@ def test_exports_without_a_target_and_folders_without_a_drafter_are_refused(
     served: tuple[Path, Path, Path], tmp_path: Path
 ) -> None:
     with pytest.raises(EvaluationError, match="--target"):
-        main([str(served[1]), "--device", "cpu"])
+        main(read(["evaluate", str(served[1]), "--device", "cpu"]))
     with pytest.raises(checkpoint.CheckpointError, match="no checkpoint"):
         find_drafter(tmp_path)
 

