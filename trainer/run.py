@@ -88,12 +88,13 @@ def _run(
     say = logger.info if first else logger.debug  # what all of them would say alike, the first one says
     if not first:
         logging.getLogger("trainer.data").setLevel(logging.ERROR)
+    rows = sum(met.peers.share(len(settings.pipeline.drafters))) * settings.optimizer.accumulate  # of a step
     notifier.status("reading data")
     source = open_rows(settings.data, settings.target)
     met.peers.check()
     target_config, tokenizer = load_model_config(settings.target), load_tokenizer(settings.target)
     drafter_config = DrafterConfig.from_section(settings.drafter, target_config, tokenizer)
-    total = total_steps(source.total_rows, rows_per_step(settings), settings.optimizer.max_steps)
+    total = total_steps(source.total_rows, rows, settings.optimizer.max_steps)
     if start is not None:
         refuse_another_drafter(start, settings, drafter_config)
         if start.step == total:
@@ -101,7 +102,7 @@ def _run(
             say("finished before, at step %d of %d: a greater %s continues it", total, total, field)
             return 0
         if first:
-            warn_of_changes(start, settings, source)
+            warn_of_changes(start, settings, source, rows)
     say(
         "drafter of %s, blocks of %d, reading layers %s of %s; rows %s",
         count(drafter_config.num_hidden_layers, "layer"),
@@ -110,7 +111,7 @@ def _run(
         settings.target.path,
         source.content_hash,
     )
-    say("%s", describe_length(settings, source, total))
+    say("%s", describe_length(settings, source, rows, total))
     if first:
         warn_of_length(source, target_config)
 
@@ -123,7 +124,7 @@ def _run(
         say("resuming from step %d: %s", step, start.path)
         if telemetry is not None:
             telemetry.event("resume", step=step, checkpoint=str(start.path))
-    watch = Watch(run_dir, settings, source, drafter_config, telemetry, notifier, signals)
+    watch = Watch(run_dir, settings, source, rows, drafter_config, telemetry, notifier, signals)
     state = TrainState(step, start.model(), start.optimizer()) if start else released_start(settings)
     try:
         outcome = Pipeline(settings, drafter_config, source, watch.hooks(), state, met).run()
@@ -160,6 +161,7 @@ class Watch:
         run_dir: Path,
         settings: RunConfig,
         source: RowSource,
+        rows: int,
         drafter_config: DrafterConfig,
         telemetry: Telemetry | None,
         notifier: Notifier,
@@ -168,6 +170,7 @@ class Watch:
         self._run_dir = run_dir
         self._settings = settings
         self._source = source
+        self._rows = rows  # of a step
         self._drafter_config = drafter_config
         self._telemetry = telemetry
         self._notifier = notifier
@@ -236,7 +239,6 @@ class Watch:
         # Bounded, because a failing run may have no one left who writes them.
         with self._progress:
             self._progress.wait_for(lambda: self._reported >= state.step, timeout=METRICS_SECONDS)
-        rows = rows_per_step(self._settings)
         path = checkpoint.save(
             self._run_dir / "checkpoints",
             state.step,
@@ -245,20 +247,14 @@ class Watch:
             drafter_config=self._drafter_config.to_json("float32"),
             run={
                 "config": self._settings.model_dump(mode="json"),
-                "next_row": state.step * rows,
-                "rows_per_step": rows,
+                "next_row": state.step * self._rows,
+                "rows_per_step": self._rows,
                 "content_hash": self._source.content_hash,
             },
             metrics=checkpoint_metrics(sums) if sums is not None else {},
             keep=self._settings.checkpoint,
         )
         logger.info("checkpoint of step %d: %s", state.step, path)
-
-
-def rows_per_step(settings: RunConfig) -> int:
-    """Rows of one optimizer step, when every process has as many drafters as this one."""
-    processes = int(os.environ.get("WORLD_SIZE", "1"))
-    return processes * len(settings.pipeline.drafters) * settings.optimizer.accumulate
 
 
 def find_start(run_dir: Path, resume_from: Path | None) -> Checkpoint | None:
@@ -307,10 +303,9 @@ def released_start(settings: RunConfig) -> TrainState | None:
     return TrainState(0, drafter.state_dict(), moments)
 
 
-def warn_of_changes(start: Checkpoint, settings: RunConfig, source: RowSource) -> None:
+def warn_of_changes(start: Checkpoint, settings: RunConfig, source: RowSource, rows: int) -> None:
     """Say what keeps a resumed run from repeating an undisturbed one: it goes on, but not with the same losses."""
     before = start.run()
-    rows = rows_per_step(settings)
     if before["content_hash"] != source.content_hash:
         logger.warning("the data, its packing or its seed changed since the checkpoint: rows differ from here on")
     if before["rows_per_step"] != rows:
@@ -328,9 +323,9 @@ def warn_of_changes(start: Checkpoint, settings: RunConfig, source: RowSource) -
                 logger.warning("%s.%s was %s in the checkpoint, is %s", section, name, old.get(name), new.get(name))
 
 
-def describe_length(settings: RunConfig, source: RowSource, total: int) -> str:
-    """How many steps the run has, and why."""
-    rows, limit = rows_per_step(settings), settings.optimizer.max_steps
+def describe_length(settings: RunConfig, source: RowSource, rows: int, total: int) -> str:
+    """How many steps of so many rows the run has, and why."""
+    limit = settings.optimizer.max_steps
     all_steps = source.total_rows // rows
     epochs = f"{count(settings.data.epochs, 'epoch')} of {count(source.rows_per_epoch, 'row')}"
     if rows > 1:

@@ -16,6 +16,7 @@ import torch
 
 from tests.trainer.launching import Run, launch, write_config
 from tests.trainer.tiny_models import VOCAB, save_target, tiny_target
+from trainer import checkpoint
 
 HOST = socket.gethostname()
 
@@ -70,6 +71,19 @@ def test_checkpoints_of_different_runs_are_refused_by_all(tmp_path: Path, config
     for run in runs:
         assert "process 0 has starting weights " in last_line(run)
         assert "Traceback" not in run.log
+
+
+def test_a_step_has_the_rows_of_all_drafters_however_they_are_spread(tmp_path: Path, config: Path) -> None:
+    spread: list[list[str]] = [["--set", "pipeline.drafters=[cpu,cpu]"], []]
+    runs = start(config, tmp_path, spread)
+    assert [run.wait() for run in runs] == [0, 0], runs[0].log
+    assert checkpoint.read(tmp_path / "0/checkpoints/step-00000004").run()["next_row"] == 4 * 3
+    resume = ["--set", "optimizer.max_steps=null", "data.epochs=10", "--resume-from", str(tmp_path / "0")]
+    resumed = start(config, tmp_path / "resumed", [[*words, *resume] for words in spread])
+    assert [run.wait() for run in resumed] == [0, 0], resumed[0].log
+    again = start(config, tmp_path / "again", [[*words, *resume[:-1], str(tmp_path / "resumed/0")] for words in spread])
+    assert [run.wait() for run in again] == [0, 0], again[0].log
+    assert "finished before" in again[0].log
 
 
 def test_fresh_drafters_of_targets_that_differ_are_refused_by_all(tmp_path: Path, config: Path) -> None:
