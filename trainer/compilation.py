@@ -253,6 +253,17 @@ class CompileReport:
     seconds: float
     note: str = ""
 
+    def describe(self) -> str:
+        """One line for people."""
+        made = ""
+        if self.mode != "eager":
+            made = (
+                f", {self.kernels} kernels, {self.graph_breaks} graph breaks, {self.recompiles} recompiles, "
+                f"cache {self.cache_hits} hits {self.cache_misses} misses"
+            )
+        note = f" ({self.note})" if self.note else ""
+        return f"{self.worker} on {self.device}: {self.mode}{made}, {self.seconds:.1f} s{note}"
+
     def shortcoming(self, wanted: Mode) -> str | None:
         """Why this is not the fast path that was asked for; None when it is."""
         if self.mode != wanted:

@@ -75,25 +75,13 @@ def warm_up(
             if device.type == "cuda" and config.pipeline.mode == "graph":
                 maker = FeatureMaker(load(device), shape, compiles=config.target.compile)
                 in_worker_thread(device, partial(_compile_target, phase, f"target {number}", device, maker))
-                _log(phase.reports[-1])
+                logger.info("%s", phase.reports[-1].describe())
         for number, device in enumerate(places):
             in_worker_thread(device, partial(_compile, phase, f"drafter {number}", device, config, drafter_config))
-            _log(phase.reports[-1])
+            logger.info("%s", phase.reports[-1].describe())
         phase.require_compiled()
     logger.info("compile cache %s: %.1f MB", cache.directory, cache.size() / 1e6)
     return phase.reports
-
-
-def _log(report: CompileReport) -> None:
-    logger.info(
-        "%s on %s: %d kernels, %d cache hits, %d misses, %.1f s",
-        report.worker,
-        report.device,
-        report.kernels,
-        report.cache_hits,
-        report.cache_misses,
-        report.seconds,
-    )
 
 
 def _compile_target(

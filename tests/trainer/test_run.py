@@ -289,7 +289,7 @@ def test_the_death_of_another_process_is_the_error_of_a_run(tmp_path: Path, conf
     runs[1].kill(signal.SIGKILL)
     assert runs[0].wait() == 1
     errors = [line.partition(" ERROR ")[2] for line in runs[0].log.splitlines() if " ERROR " in line]
-    assert errors == [f"main {DIED}", f"main run failed: {DIED}"]
+    assert errors == [f"0:main {DIED}", f"0:main run failed: {DIED}"]
     assert runs[0].checkpoints, "what was trained is lost"
 
 
@@ -300,7 +300,7 @@ def test_a_collective_that_never_returns_does_not_keep_a_process_from_ending(tmp
     assert runs[0].wait() == 1
     assert time.monotonic() - killed < 10
     assert runs[0].log.splitlines()[-1].endswith(f"run failed: {DIED}")
-    assert "ERROR main did not end in time: drafter 0; their stacks:" in runs[0].log
+    assert "ERROR 0:main did not end in time: drafter 0; their stacks:" in runs[0].log
     assert "in without_end" in runs[0].log
     assert runs[0].checkpoints == [2, 4]
 
@@ -345,9 +345,9 @@ def test_the_service_manager_hears_of_progress(tmp_path: Path, config: Path, man
     while heard[-1] != "STOPPING=1":
         heard.append(manager.recv(4096).decode())
     assert run.wait() == 0, run.log
-    assert "STATUS=compiling drafter 1/1" in heard
+    assert "STATUS=preparing drafter 1/1" in heard
     assert any(re.fullmatch(r"STATUS=step 5/6000 loss \d+\.\d+ accept \d\.\d+ \S+ tok/s", text) for text in heard)
-    assert heard.index("READY=1") > heard.index("STATUS=compiling drafter 1/1")
+    assert heard.index("READY=1") > heard.index("STATUS=preparing drafter 1/1")
     assert "WATCHDOG=1" in heard
     # The long silences before the first step and after the stop are announced, the unit's own period is given back.
     periods = [text for text in heard if text.startswith("WATCHDOG_USEC=")]

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-import os
 import queue
 import threading
 import time
@@ -24,6 +23,7 @@ from torch import Tensor
 from trainer.compilation import CompileCache, CompilePhase
 from trainer.config import RunConfig
 from trainer.data.rows import RowSource
+from trainer.devices import find_device
 from trainer.drafter.config import DrafterConfig
 from trainer.drafter.model import fresh_weights
 from trainer.pipeline.exchange import ExchangeError, Group, Processes, digest
@@ -87,11 +87,11 @@ class Pipeline:
         Raises:
             PipelineError: a worker or another process failed; its first cause is `__cause__`.
             SetupError: the run's other processes can't be met, or begin otherwise.
-            PipelineConfigError: the configuration cannot be run; before anything started.
+            PipelineConfigError, DeviceError: the configuration cannot be run; before anything started.
         """
         config = self._config
-        target_devices = [_device(name) for name in config.pipeline.targets]
-        drafter_devices = [_device(name) for name in config.pipeline.drafters]
+        target_devices = [find_device(name) for name in config.pipeline.targets]
+        drafter_devices = [find_device(name) for name in config.pipeline.drafters]
         if not target_devices or not drafter_devices:
             raise PipelineConfigError("pipeline.targets and pipeline.drafters need at least one device each")
         if len({device.type for device in (*target_devices, *drafter_devices)}) > 1:
@@ -225,7 +225,8 @@ class Pipeline:
         drafters = [worker for worker in workers if isinstance(worker, DrafterWorker)]
         for worker in workers:
             if isinstance(worker, DrafterWorker):
-                self._hooks.on_status(f"compiling drafter {drafters.index(worker) + 1}/{len(drafters)}")
+                doing = "preparing" if shared.phase.mode == "eager" else "compiling"
+                self._hooks.on_status(f"{doing} drafter {drafters.index(worker) + 1}/{len(drafters)}")
             worker.may_prepare.set()
             while not worker.prepared.wait(POLL_SECONDS):
                 if group.met.count == 1 and self._hooks.should_stop():
@@ -244,19 +245,7 @@ class Pipeline:
         state = {"cache_directory": str(cache.directory), "cache_bytes": cache.size()} if cache is not None else {}
         self._hooks.on_compiled([{**asdict(report), **state} for report in shared.phase.reports])
         for report in shared.phase.reports:
-            log.info(
-                "%s on %s: %s, %d kernels, %d graph breaks, %d recompiles, cache %d hits %d misses, %.1f s%s",
-                report.worker,
-                report.device,
-                report.mode,
-                report.kernels,
-                report.graph_breaks,
-                report.recompiles,
-                report.cache_hits,
-                report.cache_misses,
-                report.seconds,
-                f" ({report.note})" if report.note else "",
-            )
+            log.info("%s", report.describe())
         try:  # some compile for longer than a collective waits
             group.met.peers.share(None)
         except PeerError as error:
@@ -401,23 +390,3 @@ def _finish_loading(devices: set[torch.device]) -> None:
     for device in devices:
         if device.type == "cuda":
             torch.cuda.synchronize(device)
-
-
-def _device(name: str) -> torch.device:
-    """The device of a configuration's name; a GPU always has its index, since compiled code depends on it.
-
-    `cuda` alone is the GPU of torchrun's $LOCAL_RANK, so that the processes of one host share a configuration.
-    """
-    try:
-        device = torch.device(name)
-    except RuntimeError as error:
-        raise PipelineConfigError(f"'{name}' is no device: write cpu or cuda:0") from error
-    if device.type not in ("cpu", "cuda"):
-        raise PipelineConfigError(f"device '{name}' is neither a CPU nor a CUDA GPU")
-    if device.type == "cuda":
-        index = int(os.environ.get("LOCAL_RANK", "0")) if device.index is None else device.index
-        device = torch.device("cuda", index)
-        count = torch.cuda.device_count()
-        if device.index >= count:
-            raise PipelineConfigError(f"there is no {device}: this machine has {count} CUDA GPUs")
-    return device

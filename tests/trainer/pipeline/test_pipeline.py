@@ -19,8 +19,9 @@ import torch
 
 from trainer.compilation import CompilationError
 from trainer.data.rows import Row, RowSource
+from trainer.devices import DeviceError, find_device
 from trainer.pipeline import supervisor
-from trainer.pipeline.supervisor import Pipeline, _device
+from trainer.pipeline.supervisor import Pipeline
 from trainer.pipeline.types import PipelineConfigError, PipelineError, StepReport, TrainState
 from trainer.pipeline.workers import CheckpointWorker, DrafterWorker, RowWorker, TargetWorker
 
@@ -34,7 +35,7 @@ def test_a_run_reports_every_step_and_hands_over_a_checkpoint_at_its_end() -> No
     assert [report.step for report in recorder.steps] == [1, 2, 3, 4, 5, 6]
     assert (outcome.step, outcome.total_steps, outcome.stopped) == (6, 6, False)
     assert [state.step for state in recorder.saved] == [6]
-    assert recorder.statuses == ["loading the target", "compiling drafter 1/1"]
+    assert recorder.statuses == ["loading the target", "preparing drafter 1/1"]
     assert [report["worker"] for report in recorder.compiled] == ["target 0", "drafter 0"]
     first = recorder.steps[0]
     assert 0 < first.tokens <= tiny.LENGTH
@@ -230,7 +231,7 @@ def test_the_window_of_a_report_names_every_worker_and_queue(monkeypatch: pytest
 def test_what_cannot_run_is_refused_in_a_sentence_before_anything_starts(
     change: dict[str, dict[str, Any]], message: str
 ) -> None:
-    with pytest.raises(PipelineConfigError, match=message):
+    with pytest.raises((PipelineConfigError, DeviceError), match=message):
         tiny.train(tiny.run_config(**change))
 
 
@@ -341,9 +342,9 @@ def test_a_stop_while_a_worker_compiles_does_not_wait_for_it(ends: bool, monkeyp
 
 def test_a_gpu_without_a_number_is_the_one_of_the_local_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
-    assert [str(_device(name)) for name in ("cuda", "cuda:2")] == ["cuda:0", "cuda:2"]
+    assert [str(find_device(name)) for name in ("cuda", "cuda:2")] == ["cuda:0", "cuda:2"]
     monkeypatch.setenv("LOCAL_RANK", "3")
-    assert [str(_device(name)) for name in ("cuda", "cuda:2")] == ["cuda:3", "cuda:2"]
+    assert [str(find_device(name)) for name in ("cuda", "cuda:2")] == ["cuda:3", "cuda:2"]
 
 
 def test_cpus_and_gpus_are_not_mixed(monkeypatch: pytest.MonkeyPatch) -> None:
