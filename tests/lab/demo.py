@@ -26,6 +26,8 @@ STEPS = 24  # are watched; 20 at least must be in the metrics
 
 
 def main() -> int:
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell's background: Ctrl-C could not be shown
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     reason = why_not()
     if reason:
         print(f"demo: {reason}", file=sys.stderr)
