@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
+import socket
 import sys
 import time
 from collections.abc import Callable
@@ -36,6 +37,15 @@ def _child(
     if prepare is not None:
         prepare()
     sys.exit(main(arguments))
+
+
+def ranks(count: int = 2) -> list[dict[str, str]]:
+    """torchrun's variables for each process of a run on this machine, which meet at a free port."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = str(server.getsockname()[1])
+    group = {"WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    group["GLOO_SOCKET_IFNAME"] = "lo"
+    return [group | {"RANK": str(number), "LOCAL_RANK": str(number)} for number in range(count)]
 
 
 @dataclass

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.trainer.launching import Run, launch, write_config
+from tests.trainer.launching import Run, launch, ranks, write_config
 from tests.trainer.tiny_models import VOCAB, save_target, tiny_target
 from trainer import checkpoint
 
@@ -42,12 +42,9 @@ def start(
     sizes: tuple[int, ...] = (2, 2),
 ) -> list[Run]:
     """One process for each list of arguments, each with a run directory of its own."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = str(server.getsockname()[1])
-    group = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "GLOO_SOCKET_IFNAME": "lo"}
     return [
-        launch(config, folder / str(rank), *words, prepare=prepare, RANK=str(rank), WORLD_SIZE=str(size), **group)
-        for rank, (words, size) in enumerate(zip(arguments, sizes, strict=True))
+        launch(config, folder / rank["RANK"], *words, prepare=prepare, **rank | {"WORLD_SIZE": str(size)})
+        for rank, words, size in zip(ranks(), arguments, sizes, strict=True)
     ]
 
 

@@ -21,7 +21,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.trainer.launching import Run, command, launch, write_config
+from tests.trainer.launching import Run, command, launch, ranks, write_config
 from tests.trainer.tiny_models import VOCAB, save_target, tiny_target
 from trainer import checkpoint
 
@@ -250,11 +250,8 @@ def test_two_processes_share_a_run_directory_and_write_what_one_with_two_drafter
     assert one.wait() == 0, one.log
     config = write_config(tmp_path / "two.yaml", target, source, **sections)
     for last in (6, 12):  # the second time, they resume
-        with socket.create_server(("127.0.0.1", 0)) as server:
-            port = str(server.getsockname()[1])
-        group = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "GLOO_SOCKET_IFNAME": "lo"}
         # The schedule spans 12 steps in any case; the first time, a stop is asked for when 6 are done.
-        runs = [launch(config, tmp_path / "two", RANK=rank, **group) for rank in ("0", "1")]
+        runs = [launch(config, tmp_path / "two", **rank) for rank in ranks()]
         if last == 6:
             runs[0].until(lambda run=runs[0]: len(run.steps) >= 6)  # type: ignore[misc]
             runs[1].kill(signal.SIGTERM)
@@ -273,11 +270,8 @@ def test_two_processes_share_a_run_directory_and_write_what_one_with_two_drafter
 
 def two_processes(config: Path, folder: Path, *changes: str, prepare: Callable[[], None] | None = None) -> list[Run]:
     """A long run of two processes, each with a run directory of its own."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = str(server.getsockname()[1])
-    group = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "GLOO_SOCKET_IFNAME": "lo"}
     arguments = ("--set", "optimizer.max_steps=6000", *changes)
-    return [launch(config, folder / rank, *arguments, prepare=prepare, RANK=rank, **group) for rank in ("0", "1")]
+    return [launch(config, folder / rank["RANK"], *arguments, prepare=prepare, **rank) for rank in ranks()]
 
 
 DIED = f"another process failed: PeerError: process 1 on {socket.gethostname()} died without a word"
@@ -391,11 +385,9 @@ def test_a_stop_before_training_leaves_nothing_and_ends_with_zero(tmp_path: Path
     assert not run.checkpoints or "stopped at step" in run.log  # it may just have begun
 
 
-@pytest.mark.parametrize("rank", ["0", "1"])
-def test_a_stop_while_other_processes_are_awaited_ends_the_waiting(tmp_path: Path, config: Path, rank: str) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = str(server.getsockname()[1])
-    run = launch(config, tmp_path, WORLD_SIZE="2", RANK=rank, MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_stop_while_other_processes_are_awaited_ends_the_waiting(tmp_path: Path, config: Path, rank: int) -> None:
+    run = launch(config, tmp_path, **ranks()[rank])
     run.until(lambda: (tmp_path / "log").exists() and f"process {rank} of 2 meets the others" in run.log)
     time.sleep(1)
     run.kill(signal.SIGTERM)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-import socket
 import subprocess
 import sys
 import threading
@@ -17,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.trainer.launching import ranks
 from trainer.compilation import CompilationError
 from trainer.data.rows import Row, RowSource
 from trainer.devices import DeviceError, find_device
@@ -70,26 +70,15 @@ def test_drafters_that_exchange_gradients_learn_what_one_learns_from_all_their_r
 def test_processes_give_the_losses_of_one_process_with_all_their_drafters(
     tmp_path: Path, drafters: tuple[int, int]
 ) -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
     program = "import sys, pathlib; from tests.trainer.pipeline import tiny; "
     program += "tiny.losses_of_this_process(int(sys.argv[2]), 6, pathlib.Path(sys.argv[1]))"
     processes = [
         subprocess.Popen(
-            [sys.executable, "-c", program, str(tmp_path / f"losses-{rank}"), str(drafters[rank])],
+            [sys.executable, "-c", program, str(tmp_path / f"losses-{rank['RANK']}"), str(count)],
             cwd=ROOT,
-            env={
-                **os.environ,
-                "RANK": str(rank),
-                "WORLD_SIZE": "2",
-                "LOCAL_WORLD_SIZE": "2",
-                "MASTER_ADDR": "127.0.0.1",
-                "MASTER_PORT": str(port),
-                "OMP_NUM_THREADS": str(torch.get_num_threads()),
-            },
+            env=os.environ | rank | {"OMP_NUM_THREADS": str(torch.get_num_threads())},
         )
-        for rank in range(2)
+        for rank, count in zip(ranks(), drafters, strict=True)
     ]
     try:
         assert [process.wait(40) for process in processes] == [0, 0]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -34,15 +33,8 @@ def on_gpus(targets: list[str], drafters: list[str], **sections: Any) -> Any:
     return tiny.run_config(pipeline=pipeline, **sections)
 
 
-def free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return int(free.getsockname()[1])
-
-
 def as_processes(folder: Path, steps: int) -> list[subprocess.Popen[bytes]]:
     """Two processes of a run with a target and a drafter on a GPU each; their losses come to `folder`."""
-    port = free_port()
     program = (
         "import logging, sys, pathlib; from tests.trainer.pipeline import tiny; logging.basicConfig(level='INFO'); "
     )
@@ -50,19 +42,12 @@ def as_processes(folder: Path, steps: int) -> list[subprocess.Popen[bytes]]:
     program += "targets=gpu, drafters=gpu, mode='graph')"
     return [
         subprocess.Popen(
-            [sys.executable, "-c", program, str(folder / f"losses-{rank}"), str(rank)],
+            [sys.executable, "-c", program, str(folder / f"losses-{rank['RANK']}"), rank["RANK"]],
             cwd=ROOT,
-            env={
-                **os.environ,
-                "RANK": str(rank),
-                "WORLD_SIZE": "2",
-                "LOCAL_WORLD_SIZE": "2",
-                "MASTER_ADDR": "127.0.0.1",
-                "MASTER_PORT": str(port),
-            },
-            stderr=(folder / f"log-{rank}").open("wb"),
+            env=os.environ | rank,
+            stderr=(folder / f"log-{rank['RANK']}").open("wb"),
         )
-        for rank in range(2)
+        for rank in launching.ranks()
     ]
 
 
@@ -138,8 +123,7 @@ def test_the_sudden_end_of_a_process_ends_the_other_though_it_waits_in_nccl(
         optimizer={"max_steps": 1_000_000},
         pipeline={"targets": ["cuda"], "drafters": ["cuda"], "mode": "graph"},
     )
-    group = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    runs = [launching.launch(config, tmp_path / str(n), RANK=str(n), LOCAL_RANK=str(n), **group) for n in range(2)]
+    runs = [launching.launch(config, tmp_path / rank["RANK"], **rank) for rank in launching.ranks()]
     try:
         runs[0].until(lambda: len(runs[0].steps) > 20)
         runs[victim].kill(signal.SIGKILL)
