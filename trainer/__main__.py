@@ -2,8 +2,8 @@
 
 Exit codes: 0 done, or stopped by SIGTERM after a checkpoint; 1 failed while working; 2 a command line that can't be
 read; 78 an input that must be changed first (configuration, data, target, checkpoint); 130 ended by Ctrl-C, a run after
-a checkpoint. Exceptions that this package
-defines are told in one sentence; others are faults of the program and keep their traceback, as all do with --debug.
+a checkpoint. Exceptions that this package defines are told in one sentence; others are faults of the program and keep
+their traceback, as all do with --debug.
 
 This module imports nothing heavy: `--help` and a mistyped option answer at once.
 """

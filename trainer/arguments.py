@@ -93,7 +93,7 @@ def _evaluate(parser: argparse.ArgumentParser) -> None:
     add("drafter", type=Path, help="exported or released drafter, checkpoint, or run directory")
     add("--target", help="folder or hub name of the target; a checkpoint knows its own")
     add("--gguf-file", help="file name inside the target's folder when it is a GGUF file")
-    add("--dtype", choices=["float32", "bfloat16", "float16"], help="precision of target and drafter")
+    add("--dtype", choices=DTYPES, help="precision of target and drafter")
     add("--trust-remote-code", action="store_true", help="let the target's repository run its own Python code")
     add(
         "--prompts",

@@ -93,9 +93,10 @@ def main(options: argparse.Namespace) -> int:
     options.preset = options.preset or ("smollm2" if gpu else "tiny")
     options.mode = options.mode or ("graph" if gpu else "eager")
     options.steps = options.steps or (60 if gpu else 20)
-    options.device = options.device or ("cuda:0" if gpu else "cpu")
-    for name in (options.device, *(options.targets or ()), *(options.drafters or ())):
-        find_device(name)
+    options.device = str(find_device(options.device or ("cuda:0" if gpu else "cpu")))
+    for side in ("targets", "drafters"):
+        if (names := getattr(options, side)) is not None:
+            setattr(options, side, [str(find_device(name)) for name in names])
     preset = PRESETS[options.preset]
     options.shape = replace(preset, length=options.length or preset.length, anchors=options.anchors or preset.anchors)
     run = {"pipeline": pipeline, "target": target, "threads": threads, "step": step, "first-step": first_step}[

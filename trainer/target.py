@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from torch.nn.attention.varlen import AuxRequest, varlen_attn
 from transformers import AttentionInterface
 
-from trainer.config import TargetConfig
+from trainer.config import RunConfig, TargetConfig
 from trainer.data.rows import Row, RowShape
 from trainer.inputs import hub_answers, is_hub_name, require_target
 
@@ -199,6 +199,11 @@ class Target:
             TargetError: the model cannot be loaded or used; says why.
         """
         return cls(load_model(config, device), layer_ids, device, attention=config.attention, last_hidden=last_hidden)
+
+    @classmethod
+    def of_run(cls, config: RunConfig, layer_ids: Sequence[int], device: torch.device) -> Target:
+        """Load what a run of `config` needs of its target; see `load`."""
+        return cls.load(config.target, layer_ids, device, last_hidden=config.objective.distillation != "none")
 
     @property
     def packed(self) -> bool:

@@ -68,8 +68,7 @@ def warm_up(
     if cache is None:
         raise CompilationError("no compile cache to fill: set pipeline.compile_cache or $DFLASH_COMPILE_CACHE")
     cache.activate()
-    distils = config.objective.distillation != "none"
-    load = load_target or partial(Target.load, config.target, drafter_config.target_layer_ids, last_hidden=distils)
+    load = load_target or partial(Target.of_run, config, drafter_config.target_layer_ids)
     with CompilePhase(config.pipeline.mode) as phase:
         for number, device in enumerate(dict.fromkeys(map(find_device, config.pipeline.targets))):
             if device.type == "cuda" and config.pipeline.mode == "graph":

@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 import torch
@@ -74,12 +75,7 @@ class Pipeline:
         """
         self._config, self._drafter_config, self._source = config, drafter_config, source
         self._hooks, self._start, self._met = hooks, start, met
-        self._load_target = load_target or self._load_configured_target
-
-    def _load_configured_target(self, device: torch.device) -> Target:
-        distils = self._config.objective.distillation != "none"
-        layers = self._drafter_config.target_layer_ids
-        return Target.load(self._config.target, layers, device, last_hidden=distils)
+        self._load_target = load_target or partial(Target.of_run, config, drafter_config.target_layer_ids)
 
     def run(self) -> Outcome:
         """Train to the end, or until `Hooks.should_stop`.
