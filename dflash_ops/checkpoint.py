@@ -8,13 +8,12 @@ from pydantic import Field, ValidationError
 
 from dflash_ops.document import Document
 from dflash_ops.errors import Exit
-from dflash_ops.probes.snapshot import Checkpoint, read_snapshot
+from dflash_ops.probes.snapshot import Checkpoint
 from dflash_ops.run import RunName, check_run_name
 from dflash_ops.session import Session
-from dflash_ops.status import LOG_LINES
+from dflash_ops.status import look
 from dflash_ops.text import visible
 from dflash_ops.transport.base import BadAnswer, RemoteRefusal
-from dflash_ops.verdict import judge
 
 
 class Saved(Document):
@@ -50,8 +49,7 @@ def checkpoint(session: Session, run: str | None, timeout: float) -> Saved:
 
 def _as_it_stands(session: Session, run: str | None, refusal: RemoteRefusal) -> RemoteRefusal:
     """The refusal with the run's own exit code and reason: only its records tell how it ended."""
-    seen = read_snapshot(session.call("probe", {"run": run, "lines": LOG_LINES, "gpu": False}, deadline=30).value)
-    verdict = judge(seen)
+    verdict = look(session, run).verdict
     # One that ended well has nothing more to save; one that is about to run is asked again later.
     code = {Exit.OK: Exit.USAGE, Exit.RUN_NOT_FINISHED: Exit.TEMPORARY}.get(verdict.exit_code, verdict.exit_code)
     how = verdict.state + (f", {verdict.reason}" if verdict.reason else "")

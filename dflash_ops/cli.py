@@ -221,9 +221,10 @@ def kill(
     """End a run: it may save first. Returns when it is gone."""
     with session(target, json=json) as opened:
         from dflash_ops import kill as verb
+        from dflash_ops.status import look
 
         if not yes:
-            found = verb.look(opened, run)
+            found = look(opened, run)
             run = found.run  # the newest is chosen once
             if not found.verdict.finished:
                 confirm(verb.question(found))

@@ -11,11 +11,10 @@ from dflash_ops.document import Document
 from dflash_ops.launch import launched_by
 from dflash_ops.probes.gpu import GpuDevices, GpuNone, GpuReading, RawGpu, read_gpu
 from dflash_ops.probes.snapshot import Snapshot, read_snapshot
-from dflash_ops.report import Status, describe
+from dflash_ops.report import Status
 from dflash_ops.run import check_run_name
 from dflash_ops.seen import remember
 from dflash_ops.session import Session, parsed
-from dflash_ops.status import LOG_LINES
 from dflash_ops.text import age, visible
 from dflash_ops.unit import STOP_SECONDS
 from dflash_ops.verdict import Verdict, judge
@@ -52,12 +51,6 @@ class KillReport(Document):
     outcome: Literal["stopped", "killed", "already-ended"]
     verdict: Verdict
     gpus: list[GpuRelease] = Field(default_factory=list)
-
-
-def look(session: Session, run: str | None) -> Status:
-    """The run that a kill would end, the newest when `run` is None. Raises DflashError when there is none."""
-    request = {"run": None if run is None else check_run_name(run), "lines": LOG_LINES, "gpu": False}
-    return describe(session, session.call("probe", request, deadline=30).value)
 
 
 def question(found: Status) -> str:

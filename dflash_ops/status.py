@@ -51,6 +51,17 @@ def status(session: Session, run: str | None, meanwhile: Callable[[], object] | 
     return describe(session, reply.value)
 
 
+def look(session: Session, run: str | None) -> Status:
+    """A run (the newest when `run` is None) without its GPUs, for verbs that ask before they act.
+
+    Raises DflashError when there is none.
+    """
+    from dflash_ops.report import describe
+
+    request = {"run": None if run is None else check_run_name(run), "lines": LOG_LINES, "gpu": False}
+    return describe(session, session.call("probe", request, deadline=30).value)
+
+
 def watch(session: Session, run: str | None, every: float = 2.0) -> Iterator[Status]:
     """A status every few seconds over one connection, until the run is over; reconnects by itself."""
     from dflash_ops.report import describe

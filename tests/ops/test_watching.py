@@ -21,7 +21,7 @@ from dflash_ops import live, render
 from dflash_ops.checkpoint import checkpoint
 from dflash_ops.errors import Exit, UsageError
 from dflash_ops.exec import execute
-from dflash_ops.kill import KillOptions, kill, look, question
+from dflash_ops.kill import KillOptions, kill, question
 from dflash_ops.remote import checkpoint as remote_checkpoint
 from dflash_ops.remote import common, preflight
 from dflash_ops.remote import stop as remote_stop
@@ -29,7 +29,7 @@ from dflash_ops.report import Status
 from dflash_ops.runs import runs
 from dflash_ops.seen import last_seen
 from dflash_ops.session import Session
-from dflash_ops.status import status, watch
+from dflash_ops.status import look, status, watch
 from dflash_ops.transport.base import BadAnswer, Frame, Misconfigured, Program, RemoteRefusal, Unreachable
 from dflash_ops.transport.fake import FakeTransport
 from dflash_ops.wait import WaitOptions, wait
