@@ -5,13 +5,13 @@ from __future__ import annotations
 import torch
 from peers import CLIP_NORM, LEARNING_RATE, PROMPT_SHARE, Shape, Step
 
-from trainer.compilation import CompilePhase, Mode
-from trainer.config import ObjectiveConfig, OptimizerConfig
+from trainer.compilation.phase import CompilePhase, Mode
+from trainer.config.sections import ObjectiveConfig, OptimizerConfig
 from trainer.data.rows import Row
 from trainer.drafter.config import DrafterConfig
 from trainer.drafter.model import DFlashDrafter
-from trainer.optim import build_optimizer
-from trainer.step import DrafterStep, PreparedRow
+from trainer.step.optim import build_optimizer
+from trainer.step.step import DrafterStep, PreparedRow
 
 
 def drafter_config(shape: Shape) -> DrafterConfig:

@@ -17,7 +17,7 @@ from typing import Any
 import yaml
 
 CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(["trainer.run", "trainer.__main__", "tests.trainer.launching"])
+CONTEXT.set_forkserver_preload(["trainer.run.run", "trainer.__main__", "tests.trainer.launching"])
 PATIENCE = 90.0  # seconds after which a test gives up waiting; nothing is measured by it
 
 

@@ -12,12 +12,12 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedTokenizerFast
 
-from trainer.config import DrafterSection, ObjectiveConfig
+from trainer.config.sections import DrafterSection, ObjectiveConfig
 from trainer.drafter.attention import build_masks
 from trainer.drafter.blocks import make_blocks
 from trainer.drafter.config import DrafterConfig
 from trainer.drafter.model import DFlashDrafter, embed_blocks
-from trainer.objective import chunk_gradient, slot_weights
+from trainer.step.objective import chunk_gradient, slot_weights
 
 VOCAB = 60
 PROMPT = [3, 14, 15, 9, 2, 6]

@@ -17,7 +17,7 @@ from typing import Any, Literal, Protocol, cast
 from transformers import PreTrainedConfig
 from transformers.models.qwen3.configuration_qwen3 import Qwen3Config
 
-from trainer.config import DrafterSection
+from trainer.config.sections import DrafterSection
 
 LayerType = Literal["full_attention", "sliding_attention"]
 

@@ -17,9 +17,9 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from trainer import checkpoint
 from trainer.drafter.config import DrafterConfig, DrafterConfigError
 from trainer.drafter.model import DFlashDrafter
+from trainer.run import checkpoint
 
 
 def read_drafter(folder: Path, *, dtype: torch.dtype = torch.float32) -> DFlashDrafter:

@@ -21,18 +21,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainer.compilation import CompileCache, CompilePhase
-from trainer.config import RunConfig
+from trainer.compilation.phase import CompileCache, CompilePhase
+from trainer.config.sections import RunConfig
 from trainer.data.rows import RowSource
 from trainer.devices import find_device
 from trainer.drafter.config import DrafterConfig
 from trainer.drafter.model import fresh_weights
-from trainer.pipeline.exchange import ExchangeError, Group, Processes, digest
-from trainer.pipeline.peers import PeerError
-from trainer.pipeline.plan import Plan, describe, total_steps
-from trainer.pipeline.queues import Ring
-from trainer.pipeline.types import Hooks, Outcome, PipelineConfigError, PipelineError, TrainState
-from trainer.pipeline.workers import (
+from trainer.exchange.peers import PeerError
+from trainer.exchange.reduce import ExchangeError, Group, Processes, digest
+from trainer.pipeline.drafter_worker import (
     CheckpointWorker,
     DrafterWorker,
     RowWorker,
@@ -41,7 +38,10 @@ from trainer.pipeline.workers import (
     TargetWorker,
     Worker,
 )
-from trainer.target import Target
+from trainer.pipeline.plan import Plan, describe, total_steps
+from trainer.pipeline.queues import Ring
+from trainer.pipeline.types import Hooks, Outcome, PipelineConfigError, PipelineError, TrainState
+from trainer.target.model import Target
 
 log = logging.getLogger(__name__)
 
