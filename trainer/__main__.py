@@ -21,7 +21,8 @@ import traceback
 from collections.abc import Sequence
 
 from trainer.arguments import read
-from trainer.config.sections import explain, load
+from trainer.config.explain import explain
+from trainer.config.load import load
 from trainer.run.signals import Interrupted, Signals
 
 OK, FAILED, USAGE, CONFIGURATION = 0, 1, 2, 78
@@ -33,7 +34,7 @@ MODULES = {
     "evaluate": "trainer.commands.evaluate",
     "export": "trainer.commands.export",
     "warmup": "trainer.commands.warmup",
-    "bench": "trainer.bench.pipeline",
+    "bench": "trainer.commands.bench",
 }
 
 

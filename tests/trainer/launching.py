@@ -6,6 +6,7 @@ import json
 import multiprocessing
 import os
 import socket
+import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -131,3 +132,15 @@ def write_config(path: Path, target: Path, source: Path, /, **sections: dict[str
         document[name] = {**document.get(name, {}), **values}
     path.write_text(yaml.safe_dump(document))
     return path
+
+
+def python(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run Python in a fresh process."""
+    return subprocess.run(
+        [sys.executable, *arguments],
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env={**os.environ, **environment},
+    )

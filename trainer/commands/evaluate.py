@@ -31,9 +31,10 @@ from trainer.data.prompts import Prompt, prompt_tokens, read_prompts
 from trainer.devices import find_device
 from trainer.drafter.decoding import Generation, Limits, Sampling, Writer
 from trainer.drafter.model import DFlashDrafter
-from trainer.drafter.released import find_drafter, fingerprint, read_drafter
+from trainer.drafter.released import fingerprint, read_drafter
 from trainer.inputs import HUMAN_EVAL, PACKAGES, require_prompts, require_target
-from trainer.target.model import load_model, load_tokenizer, stop_tokens
+from trainer.pretrained import load_model, load_tokenizer, stop_tokens
+from trainer.run.checkpoint import find_drafter
 
 
 class EvaluationError(ValueError):

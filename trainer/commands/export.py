@@ -20,7 +20,8 @@ import yaml
 from rich.console import Console
 
 from trainer.drafter.config import DrafterConfig
-from trainer.drafter.released import find_drafter, fingerprint, read_drafter, write_drafter
+from trainer.drafter.released import fingerprint, read_drafter, write_drafter
+from trainer.run.checkpoint import find_drafter
 
 
 class ExportError(ValueError):

@@ -24,14 +24,15 @@ from typing import Any, BinaryIO
 import torch
 from transformers import StoppingCriteria, StoppingCriteriaList
 
-from trainer.config.sections import RunConfig, load
+from trainer.config.load import load
+from trainer.config.sections import RunConfig
 from trainer.data.chat import RefusedChatError, read_template
 from trainer.data.documents import DataError
 from trainer.data.progress import progress
 from trainer.data.prompts import Prompt, prompt_tokens, read_prompts
 from trainer.devices import find_device
 from trainer.inputs import require_prompts, require_target
-from trainer.target.model import load_model, load_tokenizer, stop_tokens
+from trainer.pretrained import load_model, load_tokenizer, stop_tokens
 from trainer.wording import count
 
 _log = logging.getLogger(__name__)

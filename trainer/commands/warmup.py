@@ -14,11 +14,16 @@ from functools import partial
 
 import torch
 
-from trainer.compilation.phase import CompilationError, CompileCache, CompilePhase, CompileReport
-from trainer.config.sections import RunConfig, load
+from trainer.compilation.cache import CompileCache
+from trainer.compilation.errors import CompilationError
+from trainer.compilation.phase import CompilePhase
+from trainer.compilation.report import CompileReport
+from trainer.config.load import load
+from trainer.config.sections import RunConfig
 from trainer.data.rows import RowShape
 from trainer.devices import find_device, require_devices
 from trainer.drafter.config import DrafterConfig
+from trainer.drafter.for_target import config_for_target
 from trainer.inputs import require_run
 from trainer.pipeline.threads import in_worker_thread
 from trainer.step.step import DrafterStep
@@ -31,7 +36,7 @@ logger = logging.getLogger(__name__)
 def main(options: argparse.Namespace) -> int:
     """Run `python -m trainer warmup`; returns the exit code."""
     from trainer.data.dataset import open_rows
-    from trainer.target.model import load_model_config, load_tokenizer
+    from trainer.pretrained import load_model_config, load_tokenizer
 
     config = load(options.config, options.set)
     require_run(config)
@@ -41,7 +46,7 @@ def main(options: argparse.Namespace) -> int:
     require_devices("--devices" if options.devices else "pipeline.drafters", devices)
     require_devices("pipeline.targets", config.pipeline.targets)
     tokenizer = load_tokenizer(config.target)
-    drafter = DrafterConfig.from_section(config.drafter, load_model_config(config.target), tokenizer)
+    drafter = config_for_target(config.drafter, load_model_config(config.target), tokenizer)
     shape = open_rows(config.data, config.target).shape
     warm_up(config, drafter, shape, devices)
     return 0

@@ -32,7 +32,7 @@ from trainer.data.documents import Bool, DataError, Documents, DocumentWriter, I
 from trainer.data.progress import progress
 from trainer.data.rows import RowSource
 from trainer.data.sources import Text, Tokens, count_records, parse, read_fields, readable
-from trainer.target.model import load_tokenizer
+from trainer.pretrained import load_tokenizer
 from trainer.wording import count
 
 _log = logging.getLogger(__name__)

@@ -1,243 +1,40 @@
-"""What does each thread of the pipeline do?
+"""Trains one drafter on its rows in their order; drafter 0 also reports and hands over checkpoints.
 
-rows        reads rows from the source and prepares them
-target i    runs the target over the next row and copies the features to the drafter that the row belongs to
-drafter j   trains on its rows in their order; drafter 0 also reports and hands over checkpoints
-checkpoint  writes them, while training goes on
-
-A worker never waits without a way to be woken: all waits are on rings and barriers that `Shared.fail` closes. On CUDA
-nothing on the hot path waits for a device, but for one thing: a drafter's host may run at most `RUN_AHEAD` steps ahead
-of its device, and it waits on the event of that older step.
+On CUDA nothing on the hot path waits for a device, but for one thing: a drafter's host may run at most `RUN_AHEAD`
+steps ahead of its device, and it waits on the event of that older step.
 """
 
 from __future__ import annotations
 
 import logging
 import math
-import queue
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from trainer.compilation.phase import CompilePhase
-from trainer.config.sections import RunConfig
-from trainer.data.rows import RowShape, RowSource
 from trainer.drafter.config import DrafterConfig
-from trainer.exchange.reduce import Exchange, ExchangeError
-from trainer.pipeline.meter import Meter
-from trainer.pipeline.plan import Plan, balance
-from trainer.pipeline.queues import Closed, Ring
-from trainer.pipeline.threads import working_on
+from trainer.exchange.reduce import Exchange
+from trainer.pipeline.shared import Place, Shared
 from trainer.pipeline.types import StepReport, TrainState
+from trainer.pipeline.worker import Worker
 from trainer.step.optim import schedule_multiplier
-from trainer.step.step import DrafterStep, PreparedRow, StepNumbers
-from trainer.target.features import FeatureMaker
-from trainer.target.model import Features, Target
+from trainer.step.step import DrafterStep, StepNumbers
 
 log = logging.getLogger(__name__)
+
 
 # Steps that may be under way on a CUDA device when the next one is enqueued. A stop that is noticed in step s therefore
 # takes effect after step s + RUN_AHEAD - 1, in every drafter of every process alike.
 RUN_AHEAD = 2
-WINDOW_SECONDS = 2.0  # of the busy times and queue occupancies in a step's report
 
 
 class NonFiniteError(RuntimeError):
     """The loss or the gradient is not a finite number."""
-
-
-@dataclass(slots=True)
-class Place:
-    """Static buffers on a drafter's device that one row's features are copied into."""
-
-    hidden: Tensor  # [S, n*H]
-    last_hidden: Tensor | None  # [S, H]
-    read: torch.cuda.Event | None = None  # the drafter has copied the last row out
-
-
-@dataclass(frozen=True, slots=True)
-class Delivery:
-    """A row whose features are, or on CUDA will be after `ready`, in a place of its drafter."""
-
-    prepared: PreparedRow
-    place: Place
-    ready: torch.cuda.Event | None
-
-
-@dataclass
-class Shared:
-    """What the threads of one run have in common."""
-
-    config: RunConfig
-    plan: Plan
-    phase: CompilePhase
-    rows: Ring[PreparedRow]
-    deliveries: list[Ring[Delivery]]  # one a drafter
-    places: list[list[Place]]  # [drafter][place of its ring]
-    checkpoints: Ring[tuple[TrainState, Tensor | None]] = field(default_factory=lambda: Ring(1))
-    exchanges: list[Exchange] = field(default_factory=list)
-    reports: queue.SimpleQueue[StepReport] = field(default_factory=queue.SimpleQueue)
-    started: threading.Event = field(default_factory=threading.Event)
-    ending: threading.Event = field(default_factory=threading.Event)
-    stop_requested: threading.Event = field(default_factory=threading.Event)
-    checkpoint_requested: threading.Event = field(default_factory=threading.Event)
-    failures: list[tuple[str, BaseException]] = field(default_factory=list)
-    # What to save when the run fails: a state at a step boundary that no checkpoint holds yet, with its sums.
-    unsaved: tuple[TrainState, Tensor | None] | None = None
-    _lock: threading.Lock = field(default_factory=threading.Lock)
-
-    def fail(self, worker: str, error: BaseException) -> None:
-        """Log and note a failure, and end the run: everyone who waits, or will, gets `Closed`."""
-        # The end of another process breaks the exchange first and is known a moment later: it is to be the error.
-        level = logging.WARNING if isinstance(error, ExchangeError) else logging.ERROR
-        log.log(level, "%s failed", worker, exc_info=error)
-        with self._lock:
-            self.failures.append((worker, error))
-        self.end()
-
-    def end(self) -> None:
-        """End the run before its time, as `fail` does, for no failure."""
-        self.ending.set()
-        self.started.set()
-        self.close_rings()
-        self.checkpoints.close()
-        for exchange in self.exchanges:
-            exchange.abort()
-
-    def close_rings(self) -> None:
-        """End the rows and target workers, and drafters that wait for a row."""
-        self.rows.close()
-        for ring in self.deliveries:
-            ring.close()
-
-
-class Worker(threading.Thread):
-    """A thread that prepares when told, works when all are prepared, and never dies unseen."""
-
-    def __init__(self, name: str, shared: Shared, device: torch.device) -> None:
-        super().__init__(name=name, daemon=True)  # a thread stuck in a driver must not keep the process alive
-        self.shared = shared
-        self.device = device
-        self.meter = Meter(device)
-        self.stream: torch.cuda.Stream | None = None
-        self.may_prepare = threading.Event()
-        self.prepared = threading.Event()
-        self.saving = threading.Event()  # a state is on its way to a checkpoint: at the end, worth more patience
-
-    def run(self) -> None:
-        """Prepare, wait for the others, work; hand any exception to the supervisor."""
-        try:
-            with working_on(self.device) as self.stream:
-                self.may_prepare.wait()
-                self._go_on()
-                self.prepare()
-                self.prepared.set()
-                self.shared.started.wait()
-                self._go_on()
-                self.work()
-        except Closed:
-            pass
-        except BaseException as error:
-            self.shared.fail(self.name, error)
-        finally:
-            self.prepared.set()
-            try:
-                self.end()
-            except Exception as error:  # peers are gone, or the device: what there was to say has been said
-                log.warning("%s did not end cleanly: %s", self.name, error)
-
-    def prepare(self) -> None:
-        """Build and compile; one worker at a time."""
-
-    def work(self) -> None:
-        """Work until there is no more, or `Closed`."""
-        raise NotImplementedError
-
-    def end(self) -> None:
-        """Give back what would outlive the thread."""
-
-    def _go_on(self) -> None:
-        if self.shared.ending.is_set():
-            raise Closed
-
-
-class RowWorker(Worker):
-    """Reads rows ahead of the targets."""
-
-    def __init__(self, shared: Shared, source: RowSource, block_size: int, *, pin: bool) -> None:
-        super().__init__("rows", shared, torch.device("cpu"))
-        self._source, self._block_size, self._pin = source, block_size, pin
-
-    def work(self) -> None:
-        count = 0
-        for number in self.shared.plan.rows():
-            self.shared.rows.reserve(count)
-            with self.meter.busy(rows=1):
-                prepared = self._read(number)
-            self.shared.rows.put(count, prepared)
-            count += 1
-        self.shared.rows.finish(count)
-
-    def _read(self, number: int) -> PreparedRow:
-        return PreparedRow.of(self._source.row(number), self._block_size, pin=self._pin)
-
-
-class TargetWorker(Worker):
-    """Runs the target; whichever target is free takes the next row."""
-
-    def __init__(self, number: int, shared: Shared, target: Target, shape: RowShape) -> None:
-        super().__init__(f"target {number}", shared, target.device)
-        self._maker = FeatureMaker(target, shape, compiles=shared.config.target.compile)
-        self._copies: torch.cuda.Stream | None = None
-
-    def prepare(self) -> None:
-        if self.device.type == "cuda":
-            self._copies = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
-        with self.shared.phase.turn(self.name, self.device, self.stream, required=False) as turn:
-            self._maker.prepare(turn)
-
-    def work(self) -> None:
-        shared = self.shared
-        while (taken := shared.rows.take()) is not None:
-            count, prepared = taken
-            shared.rows.release(count)
-            drafter, k = shared.plan.place(prepared.row.number)
-            ring = shared.deliveries[drafter]
-            place = shared.places[drafter][ring.reserve(k)]
-            with self.meter.busy(rows=1):
-                features = self._maker.make(prepared.row)
-                ready = self._deliver(features, place)
-            ring.put(k, Delivery(prepared, place, ready))
-
-    @torch.no_grad()
-    def _deliver(self, features: Features, place: Place) -> torch.cuda.Event | None:
-        """Copy features into a drafter's place; on CUDA on a side stream, after those who have to be first."""
-        if self._copies is None or self.stream is None:
-            _copy(features, place)
-            return None
-        self._copies.wait_stream(self.stream)
-        if place.read is not None:
-            self._copies.wait_event(place.read)
-        with torch.cuda.stream(self._copies):
-            _copy(features, place)
-            ready: torch.cuda.Event = self._copies.record_event()
-        # The features' memory is this worker's again once they are copied.
-        self.stream.wait_event(ready)
-        return ready
-
-
-def _copy(features: Features, place: Place) -> None:
-    place.hidden.copy_(features.hidden, non_blocking=True)
-    if place.last_hidden is not None:
-        if features.last_hidden is None:
-            raise ValueError("distillation needs a target that is loaded with last_hidden=True")
-        place.last_hidden.copy_(features.last_hidden, non_blocking=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -448,84 +245,3 @@ class DrafterWorker(Worker):
 
     def end(self) -> None:
         self._exchange.close()
-
-
-class CheckpointWorker(Worker):
-    """Writes checkpoints, one at a time, beside the training."""
-
-    def __init__(self, shared: Shared, save: Callable[[TrainState, Tensor | None], None]) -> None:
-        super().__init__("checkpoint", shared, torch.device("cpu"))
-        self._save = save
-
-    def work(self) -> None:
-        while (taken := self.shared.checkpoints.take()) is not None:
-            count, item = taken
-            self._write(item)
-            self.shared.checkpoints.release(count)
-
-    def _write(self, item: tuple[TrainState, Tensor | None]) -> None:
-        self.saving.set()
-        self._save(*item)
-        self.saving.clear()
-        if self.shared.unsaved is item:
-            self.shared.unsaved = None
-
-
-class Statistics:
-    """Busy time and occupancy of a run's workers, lately and since the start."""
-
-    def __init__(self, shared: Shared, rows: Worker, targets: list[Worker], drafters: list[Worker]) -> None:
-        self._shared, self._rows, self._targets, self._drafters = shared, rows, targets, drafters
-        self._start = self._last = time.monotonic()
-        self._before: dict[str, tuple[float, int]] = {}
-        self._recent: dict[str, Any] = {}
-
-    def recent(self) -> dict[str, Any]:
-        """Over the latest window of at least `WINDOW_SECONDS`; empty before the first one is full."""
-        now = time.monotonic()
-        if now - self._last < WINDOW_SECONDS:
-            return self._recent
-        found = self._recent = self._describe(now - self._last, self._before)
-        self._last = now
-        self._before = {worker.name: worker.meter.read() for worker in self._all()}
-        found["queues"] = {"rows": round(self._shared.rows.occupancy(), 3)} | {
-            drafter.name: round(ring.occupancy(), 3)
-            for drafter, ring in zip(self._drafters, self._shared.deliveries, strict=True)
-        }
-        return found
-
-    def total(self) -> dict[str, Any]:
-        """Since training began."""
-        return self._describe(time.monotonic() - self._start, {})
-
-    def restart(self) -> None:
-        """Training begins now."""
-        self._start = self._last = time.monotonic()
-
-    def _all(self) -> list[Worker]:
-        return [self._rows, *self._targets, *self._drafters]
-
-    def _describe(self, seconds: float, before: Mapping[str, tuple[float, int]]) -> dict[str, Any]:
-        found: dict[str, Any] = {}
-        per_row: dict[str, list[float]] = {"rows": [], "targets": [], "drafters": []}
-        for side, workers in (("rows", [self._rows]), ("targets", self._targets), ("drafters", self._drafters)):
-            for worker in workers:
-                busy, rows = worker.meter.read()
-                busy_before, rows_before = before.get(worker.name, (0.0, 0))
-                busy, rows = busy - busy_before, rows - rows_before
-                share = min(1.0, busy / seconds) if seconds > 0 else 0.0
-                found[worker.name] = {
-                    "device": str(worker.device),
-                    "busy": round(share, 3),
-                    "idle_seconds": round(max(0.0, seconds - busy), 4),
-                    "rows": rows,
-                    "row_seconds": round(busy / rows, 6) if rows else None,
-                }
-                if rows:
-                    per_row[side].append(busy / rows)
-        mean = {side: sum(values) / len(values) if values else 0.0 for side, values in per_row.items()}
-        colocated = bool({str(w.device) for w in self._targets} & {str(w.device) for w in self._drafters} - {"cpu"})
-        found["balance"] = balance(
-            mean["rows"], mean["targets"], mean["drafters"], len(self._targets), len(self._drafters), colocated
-        )
-        return found

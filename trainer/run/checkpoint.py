@@ -170,6 +170,17 @@ def resolve(path: Path) -> Checkpoint:
     raise CheckpointError(f"no checkpoint in {path}: name a run directory, or a folder step-… with a {MANIFEST}")
 
 
+def find_drafter(path: Path) -> tuple[Path, dict[str, Any] | None]:
+    """Return the folder with the drafter that `path` means and, for a training checkpoint, what it says of its run.
+
+    `path` is an export or released drafter, a checkpoint, or a run directory (its newest checkpoint).
+    """
+    if (path / "config.json").is_file() and not (path / MANIFEST).exists():
+        return path, None
+    found = resolve(path)
+    return found.path, found.run()
+
+
 def _prune(folder: Path, newest: int, keep: CheckpointConfig) -> None:
     """Drop what is neither among the newest `keep_last` up to step `newest` nor the best.
 

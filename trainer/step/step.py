@@ -26,7 +26,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from trainer.compilation.phase import Turn
+from trainer.compilation.turn import Turn
 from trainer.config.sections import ObjectiveConfig, RunConfig
 from trainer.data.rows import Row
 from trainer.drafter.attention import build_masks

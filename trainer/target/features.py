@@ -16,9 +16,11 @@ import torch
 from torch import Tensor, nn
 from torch._dynamo.exc import FailOnRecompileLimitHit
 
-from trainer.compilation.phase import Turn
+from trainer.compilation.turn import Turn
 from trainer.data.rows import Row, RowShape
-from trainer.target.model import LAYER_TOLERANCE, Features, Target, TargetInputs, decoder_layer, disagreement
+from trainer.target.inputs import TargetInputs
+from trainer.target.model import Features, Target, decoder_layer
+from trainer.target.trial import LAYER_TOLERANCE, disagreement
 
 log = logging.getLogger(__name__)
 

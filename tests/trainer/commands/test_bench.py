@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from trainer.arguments import PRESETS, read
-from trainer.bench import pipeline as bench
+from trainer.bench import shapes
+from trainer.commands import bench
 
 
 def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
@@ -55,4 +56,4 @@ def test_the_first_step_is_timed_from_the_start_of_a_process_with_an_empty_and_a
 
 
 def test_the_command_line_and_the_benchmarks_name_the_same_presets() -> None:
-    assert set(PRESETS) == set(bench.PRESETS)
+    assert set(PRESETS) == set(shapes.PRESETS)

@@ -19,8 +19,9 @@ from trainer.commands.evaluate import EvaluationError, evaluate, main, summarise
 from trainer.config.sections import CheckpointConfig
 from trainer.data.prompts import Prompt
 from trainer.drafter.decoding import Generation, Limits, Sampling, Writer
-from trainer.drafter.released import find_drafter, write_drafter
+from trainer.drafter.released import write_drafter
 from trainer.run import checkpoint
+from trainer.run.checkpoint import find_drafter
 
 pytestmark = pytest.mark.filterwarnings("ignore:`past_key_values` is deprecated")
 

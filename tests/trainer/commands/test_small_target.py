@@ -15,7 +15,8 @@ from trainer.config.sections import TargetConfig
 from trainer.data import Documents, RowSource
 from trainer.data.chat import ChatEncoder
 from trainer.data.sources import Chat
-from trainer.target.model import Target, load_tokenizer
+from trainer.pretrained import load_tokenizer
+from trainer.target.model import Target
 
 FOLDER = Path(__file__).parents[3] / ".cache" / "smollm2"
 CHAT = [

@@ -17,7 +17,7 @@ import torch
 import torch.fx._symbolic_trace as symbolic_trace
 from torch.nn.attention.flex_attention import flex_attention
 
-from trainer.compilation.phase import make_tracing_state_per_thread
+from trainer.compilation.tracing import make_tracing_state_per_thread
 
 ROUNDS = 50
 

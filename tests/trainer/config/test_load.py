@@ -9,10 +9,12 @@ import pytest
 import yaml
 from pydantic import BaseModel
 
-from trainer.config import sections as config_module
-from trainer.config.sections import ConfigError, RunConfig, apply_overrides, explain, load
+import trainer
+from trainer.config.explain import explain
+from trainer.config.load import ConfigError, apply_overrides, load
+from trainer.config.sections import RunConfig
 
-CONFIGS = sorted((Path(config_module.__file__).parents[1] / "configs").glob("*.yaml"))
+CONFIGS = sorted((Path(trainer.__file__).parent / "configs").glob("*.yaml"))
 SMALL = "target:\n  path: models/small\ndata:\n  sources: [a.jsonl]\n"
 
 

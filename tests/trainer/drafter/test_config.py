@@ -1,37 +1,19 @@
-"""Drafter configurations: released files in and out, and new ones from a target."""
+"""The `config.json` of a drafter, as released ones have it."""
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
 from transformers import (
-    CohereConfig,
-    Gemma2Config,
-    GraniteConfig,
-    LlamaConfig,
     PreTrainedConfig,
     Qwen3_5TextConfig,
     Qwen3Config,
-    Qwen3MoeConfig,
 )
 
-from trainer.config import sections as config_module
-from trainer.config.sections import DrafterSection, load
-from trainer.drafter.config import (
-    AttentionKind,
-    DrafterConfig,
-    DrafterConfigError,
-    build_target_layer_ids,
-    choose_mask_token,
-)
-from trainer.drafter.model import DFlashDrafter
-from trainer.drafter.released import fingerprint, read_drafter, write_drafter
+from trainer.drafter.config import AttentionKind, DrafterConfig, DrafterConfigError, build_target_layer_ids
 
 QWEN3_8B = {
     "architectures": ["DFlashDraftModel"],
@@ -199,32 +181,6 @@ def test_target_layers_are_spread_as_officially(official: ModuleType) -> None:
         build_target_layer_ids(4, 3)
 
 
-class Tokenizer:
-    """As much of a tokenizer as the mask rule reads."""
-
-    def __init__(self, names: list[str], mask_token_id: int | None = None) -> None:
-        self.names = names
-        self.mask_token_id = mask_token_id
-
-    def get_vocab(self) -> dict[str, int]:
-        return {name: i for i, name in enumerate(self.names)}
-
-
-def test_mask_token_is_the_explicit_one_then_the_tokenizers_then_a_free_row_then_a_reserved_token() -> None:
-    names = ["<pad>", "<eos>", "<|reserved_0|>", "the", "reserved", "<mask>"]
-    assert choose_mask_token(3, Tokenizer(names, 0), 8) == 3
-    assert choose_mask_token(None, Tokenizer(names, 0), 8) == 0
-    assert choose_mask_token(None, Tokenizer(names), 8) == 5
-    assert choose_mask_token(None, Tokenizer(names[:-1]), 8) == 5
-    assert choose_mask_token(None, Tokenizer(names[:-1]), 5) == 2
-    with pytest.raises(DrafterConfigError, match=r"set drafter\.mask_token_id"):
-        choose_mask_token(None, Tokenizer(names[:-1]), 5, in_use=frozenset({2}))
-    with pytest.raises(DrafterConfigError, match=r"set drafter\.mask_token_id"):
-        choose_mask_token(None, None, 8)
-    with pytest.raises(DrafterConfigError, match=r"mask_token_id 1 is a token that the target's text begins or ends"):
-        choose_mask_token(1, Tokenizer(names), 8, in_use=frozenset({0, 1}))
-
-
 SIZES: dict[str, Any] = {
     "hidden_size": 64,
     "intermediate_size": 160,
@@ -233,32 +189,6 @@ SIZES: dict[str, Any] = {
     "num_hidden_layers": 12,
     "vocab_size": 100,
 }
-
-
-def test_a_target_may_name_several_tokens_that_end_its_text() -> None:
-    """As Llama 3.1 does; none of them is taken for the mask, given or found."""
-    target = LlamaConfig(**SIZES, bos_token_id=0, eos_token_id=[1, 2])
-    names = [f"<|reserved_{i}|>" for i in range(100)]
-    config = DrafterConfig.from_section(DrafterSection(num_layers=2), target, Tokenizer(names))
-    assert config.mask_token_id == 3
-    for taken in (0, 1, 2):
-        with pytest.raises(DrafterConfigError, match=f"mask_token_id {taken} is a token"):
-            DrafterConfig.from_section(DrafterSection(num_layers=2, mask_token_id=taken), target)
-
-
-def test_the_last_layer_is_not_tapped_for_others_show_it_only_behind_its_norm() -> None:
-    section = DrafterSection(num_layers=2, mask_token_id=99, target_layer_ids=[1, 11])
-    with pytest.raises(DrafterConfigError, match=r"\[1, 11\] has the target's last layer.*name layers 0 to 10"):
-        DrafterConfig.from_section(section, Qwen3Config(**SIZES))
-
-
-def test_a_new_drafter_follows_its_target() -> None:
-    target = Qwen3Config(**SIZES, head_dim=32, rope_parameters={"rope_type": "default", "rope_theta": 5e6})
-    config = DrafterConfig.from_section(DrafterSection(num_layers=2, mask_token_id=99), target)
-    assert config.target_layer_ids == (1, 9)
-    assert (config.head_dim, config.num_key_value_heads, config.intermediate_size) == (32, 2, 160)
-    assert config.rope_parameters == {"rope_type": "default", "rope_theta": 5e6}
-    assert config.layer_types == ("full_attention", "full_attention")
 
 
 EXAMPLES: dict[str, tuple[PreTrainedConfig, dict[str, Any]]] = {
@@ -296,130 +226,3 @@ EXAMPLES: dict[str, tuple[PreTrainedConfig, dict[str, Any]]] = {
         QWEN36_27B,
     ),
 }
-
-
-@pytest.mark.parametrize("name", EXAMPLES)
-def test_an_example_makes_the_drafter_that_was_released_for_its_target(name: str) -> None:
-    target, released = EXAMPLES[name]
-    section = load(Path(config_module.__file__).parents[1] / "configs" / f"{name}.yaml").drafter
-    assert DrafterConfig.from_section(section, target) == DrafterConfig.from_json(released)
-
-
-def test_a_sliding_drafter_keeps_its_last_layer_full_unless_told_otherwise() -> None:
-    target = Qwen3Config(**SIZES)
-    section = DrafterSection(num_layers=3, mask_token_id=99, sliding_window=64)
-    assert DrafterConfig.from_section(section, target).layer_types == (
-        "sliding_attention",
-        "sliding_attention",
-        "full_attention",
-    )
-    none_full = section.model_copy(update={"full_attention_layers": []})
-    assert set(DrafterConfig.from_section(none_full, target).layer_types) == {"sliding_attention"}
-    beyond = section.model_copy(update={"full_attention_layers": [3]})
-    with pytest.raises(DrafterConfigError, match="full_attention_layers"):
-        DrafterConfig.from_section(beyond, target)
-
-
-@pytest.mark.parametrize(
-    ("target", "expected"),
-    [
-        (Gemma2Config(**SIZES, head_dim=16), (8.0, 1.0, 30.0)),
-        (GraniteConfig(**SIZES, embedding_multiplier=12.0, logits_scaling=4.0), (12.0, 0.25, None)),
-        (CohereConfig(**SIZES, logit_scale=0.0625), (1.0, 0.0625, None)),
-        (LlamaConfig(**SIZES), (1.0, 1.0, None)),
-    ],
-    ids=lambda value: value.model_type if isinstance(value, PreTrainedConfig) else "",
-)
-def test_embedding_scale_multiplier_and_softcap_come_from_the_target(
-    target: PreTrainedConfig, expected: tuple[float, float, float | None]
-) -> None:
-    config = DrafterConfig.from_section(DrafterSection(num_layers=2, mask_token_id=99), target)
-    assert (config.input_embedding_scale, config.output_multiplier, config.final_logit_softcapping) == expected
-
-
-def test_rope_scaling_is_taken_over_where_it_is_fixed_and_the_base_always() -> None:
-    section = DrafterSection(num_layers=2, mask_token_id=99)
-    scaled = LLAMA["rope_scaling"] | {"rope_theta": 500000.0}  # type: ignore[operator]
-    target = LlamaConfig(**SIZES, rope_parameters=scaled)
-    assert DrafterConfig.from_section(section, target).rope_parameters == scaled
-    factors = [1.0] * 8
-    long = {
-        "rope_type": "longrope",
-        "rope_theta": 3e4,
-        "long_factor": factors,
-        "short_factor": factors,
-        "original_max_position_embeddings": 32,
-        "factor": 2.0,
-    }
-    target = LlamaConfig(**SIZES, rope_parameters=long)
-    assert DrafterConfig.from_section(section, target).rope_parameters == {"rope_type": "default", "rope_theta": 3e4}
-
-
-def test_a_mixture_of_experts_gives_its_drafter_a_dense_mlp_of_three_hidden_sizes() -> None:
-    target = Qwen3MoeConfig(**SIZES, num_experts=8, moe_intermediate_size=32)
-    config = DrafterConfig.from_section(DrafterSection(num_layers=2, mask_token_id=99), target)
-    assert config.intermediate_size == 192
-
-
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    """A tiny drafter on disk, made for a target of `SIZES`."""
-    config = DrafterConfig.from_section(DrafterSection(num_layers=2, mask_token_id=99), Qwen3Config(**SIZES))
-    write_drafter(tmp_path, config, DFlashDrafter(config, seed=3).state_dict(), torch.float32)
-    return tmp_path
-
-
-def test_a_drafter_read_back_has_the_weights_that_were_written(folder: Path) -> None:
-    drafter = read_drafter(folder)
-    again = DFlashDrafter(drafter.config, seed=3).state_dict()
-    assert all(torch.equal(tensor, again[name]) for name, tensor in drafter.state_dict().items())
-
-
-def test_training_continues_from_a_drafter_in_its_own_shape_only(folder: Path) -> None:
-    target = Qwen3Config(**SIZES)
-    same = DrafterSection(init_from=folder, block_size=16)
-    assert DrafterConfig.from_section(same, target) == DrafterConfig.read(folder)
-    repeated = same.model_copy(update={"num_layers": 2, "target_layer_ids": [1, 9], "full_attention_layers": [0, 1]})
-    assert DrafterConfig.from_section(repeated, target) == DrafterConfig.read(folder)
-    for change in ({"block_size": 8}, {"full_attention_layers": [1]}, {"target_layer_ids": [2, 9]}, {"num_layers": 3}):
-        (name,) = change
-        with pytest.raises(DrafterConfigError, match=rf"drafter\.{name} is .*; leave {name} out"):
-            DrafterConfig.from_section(DrafterSection(init_from=folder, **change), target)  # type: ignore[arg-type]
-    with pytest.raises(DrafterConfigError, match="made for another target"):
-        DrafterConfig.from_section(same, Qwen3Config(**SIZES | {"num_hidden_layers": 13}))
-
-
-def test_damaged_folders_are_refused_with_the_reason(folder: Path) -> None:
-    drafter = read_drafter(folder)
-    weights = drafter.state_dict()
-    save_file({name: tensor for name, tensor in weights.items() if name != "fc.weight"}, folder / "model.safetensors")
-    with pytest.raises(DrafterConfigError, match=r"lacks fc\.weight"):
-        read_drafter(folder)
-    save_file(weights | {"lm_head.weight": torch.ones(1)}, folder / "model.safetensors")
-    with pytest.raises(DrafterConfigError, match=r"has lm_head\.weight"):
-        read_drafter(folder)
-    save_file(weights | {"norm.weight": torch.ones(1)}, folder / "model.safetensors")
-    with pytest.raises(DrafterConfigError, match=r"norm\.weight is \[1\]"):
-        read_drafter(folder)
-    (folder / "model.safetensors").write_bytes(b"torn")
-    with pytest.raises(DrafterConfigError, match="cannot be read"):
-        read_drafter(folder)
-    (folder / "config.json").write_text("{")
-    with pytest.raises(DrafterConfigError, match=r"config\.json"):
-        read_drafter(folder)
-    (folder / "config.json").unlink()
-    with pytest.raises(DrafterConfigError, match="not a drafter"):
-        read_drafter(folder)
-
-
-def test_sharded_weights_are_read(folder: Path) -> None:
-    weights, whole = read_drafter(folder).state_dict(), fingerprint(folder)
-    (folder / "model.safetensors").unlink()
-    names = sorted(weights)
-    shards = {"a.safetensors": names[::2], "b.safetensors": names[1::2]}
-    for shard, members in shards.items():
-        save_file({name: weights[name] for name in members}, folder / shard)
-    index = {"weight_map": {name: shard for shard, members in shards.items() for name in members}}
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-    assert all(torch.equal(tensor, weights[name]) for name, tensor in read_drafter(folder).state_dict().items())
-    assert fingerprint(folder) == whole

@@ -26,9 +26,12 @@ from trainer.data.rows import Row, RowSource
 from trainer.exchange.peers import SetupError
 from trainer.exchange.reduce import Collective
 from trainer.pipeline import supervisor
-from trainer.pipeline.drafter_worker import CheckpointWorker, NonFiniteError, TargetWorker, Worker
+from trainer.pipeline.checkpoint_worker import CheckpointWorker
+from trainer.pipeline.drafter_worker import NonFiniteError
 from trainer.pipeline.queues import Ring
+from trainer.pipeline.target_worker import TargetWorker
 from trainer.pipeline.types import PipelineError, StepReport, TrainState
+from trainer.pipeline.worker import Worker
 from trainer.run.checkpoint import CheckpointError
 from trainer.step.step import DrafterStep
 

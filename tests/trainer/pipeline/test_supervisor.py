@@ -17,12 +17,15 @@ import pytest
 import torch
 
 from tests.trainer.launching import ranks
-from trainer.compilation.phase import CompilationError
+from trainer.compilation.errors import CompilationError
 from trainer.data.rows import Row, RowSource
 from trainer.devices import DeviceError, find_device
 from trainer.pipeline import supervisor
-from trainer.pipeline.drafter_worker import CheckpointWorker, DrafterWorker, RowWorker, TargetWorker
+from trainer.pipeline.checkpoint_worker import CheckpointWorker
+from trainer.pipeline.drafter_worker import DrafterWorker
+from trainer.pipeline.row_worker import RowWorker
 from trainer.pipeline.supervisor import Pipeline
+from trainer.pipeline.target_worker import TargetWorker
 from trainer.pipeline.types import PipelineConfigError, PipelineError, StepReport, TrainState
 
 from . import tiny
@@ -200,7 +203,7 @@ def test_distillation_reaches_the_loss() -> None:
 
 
 def test_the_window_of_a_report_names_every_worker_and_queue(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("trainer.pipeline.drafter_worker.WINDOW_SECONDS", 0.0)
+    monkeypatch.setattr("trainer.pipeline.statistics.WINDOW_SECONDS", 0.0)
     recorder, _ = tiny.train(tiny.run_config(targets=2, drafters=2))
     workers = recorder.steps[-1].workers
     assert set(workers) == {"rows", "target 0", "target 1", "drafter 0", "drafter 1", "balance", "queues"}

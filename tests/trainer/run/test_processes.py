@@ -153,9 +153,9 @@ def process_1_reads_slowly() -> None:
     from datetime import timedelta
 
     import trainer.run.run
-    from trainer.exchange import reduce as exchange
+    from trainer.exchange import rendezvous
 
-    exchange.TIMEOUT = timedelta(seconds=6)
+    rendezvous.TIMEOUT = timedelta(seconds=6)
     original = trainer.run.run.open_rows
     if os.environ["RANK"] == "1":
         trainer.run.run.open_rows = lambda *words: (time.sleep(8), original(*words))[1]  # type: ignore[assignment]

@@ -11,7 +11,6 @@ import re
 import signal
 import socket
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -21,7 +20,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.trainer.launching import Run, command, launch, ranks, write_config
+from tests.trainer.launching import Run, command, launch, python, ranks, write_config
 from tests.trainer.tiny_models import VOCAB, save_target, tiny_target
 from trainer.run import checkpoint
 
@@ -365,7 +364,7 @@ def test_the_service_manager_lets_a_run_that_failed_save(tmp_path: Path, config:
 
 def a_target_that_breaks() -> None:
     """In a run's process: its target fails at the sixth row."""
-    from trainer.pipeline.drafter_worker import TargetWorker
+    from trainer.pipeline.target_worker import TargetWorker
 
     rows, original = itertools.count(), TargetWorker._deliver
 
@@ -439,7 +438,7 @@ def test_an_abort_of_a_stuck_run_leaves_every_threads_stack_in_the_log(tmp_path:
 
 def a_target_that_sticks() -> None:
     """In a run's process: its targets deliver five rows, and never another."""
-    from trainer.pipeline.drafter_worker import TargetWorker
+    from trainer.pipeline.target_worker import TargetWorker
 
     rows, original = itertools.count(), TargetWorker._deliver
 
@@ -543,35 +542,6 @@ def test_a_checkpoint_of_another_drafter_or_optimizer_is_refused_with_the_cure(
         assert "start a new run in another run directory" in run.log
 
 
-def python(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, *arguments],
-        check=False,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        env={**os.environ, **environment},
-    )
-
-
-def test_help_and_usage_errors_answer_without_importing_torch() -> None:
-    probe = (
-        "import sys; from trainer.__main__ import main\n"
-        "try: main(sys.argv[1:])\n"
-        "except SystemExit as end: code = end.code\n"
-        "assert 'torch' not in sys.modules and 'transformers' not in sys.modules; sys.exit(code)"
-    )
-    for name in ("", "run", "config", "regenerate", "small-target", "evaluate", "export", "warmup", "bench"):
-        finished = python("-c", probe, *filter(None, [name, "--help"]))
-        assert finished.returncode == 0, finished.stderr
-        assert "usage:" in finished.stdout
-    assert "one step of a drafter, piece by piece" in finished.stdout
-    for words in (("run",), ("nonsense",), ("config",), ("run", "x.yaml", "--run-dir", "y", "--lr", "1")):
-        finished = python("-c", probe, *words)
-        assert finished.returncode == 2, finished.stderr
-        assert "usage:" in finished.stderr
-
-
 def test_a_start_that_fails_leaves_no_run_directory_and_one_line(tmp_path: Path, config: Path) -> None:
     hub = {"HF_ENDPOINT": "http://127.0.0.1:1"}
     for change, reason in (
@@ -606,16 +576,3 @@ def test_a_warmup_of_an_eager_run_is_refused(tmp_path: Path, config: Path) -> No
     code, said = command(tmp_path / "log", "warmup", str(config))
     assert code == 78, said
     assert "set it to graph or compiled" in said
-
-
-def test_config_explains_and_checks(config: Path) -> None:
-    explained = python("-m", "trainer", "config", "--explain")
-    assert explained.returncode == 0
-    assert "optimizer" in explained.stdout
-    assert python("-m", "trainer", "config", "--check", str(config)).returncode == 0
-    wrong = python("-m", "trainer", "config", "--check", str(config), "--set", "optimizer.lr=fast")
-    assert wrong.returncode == 78
-    assert "Traceback" not in wrong.stderr
-    assert "optimizer.lr" in wrong.stderr
-    loud = python("-m", "trainer", "--debug", "config", "--check", str(config), "--set", "optimizer.lr=fast")
-    assert "Traceback" in loud.stderr

@@ -12,22 +12,17 @@ from torch import Tensor
 from torch._dynamo.testing import CompileCounter
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedConfig
 
-from trainer.compilation.phase import Turn
+from trainer.compilation.turn import Turn
 from trainer.config.sections import DrafterSection, TargetConfig
 from trainer.data import Documents, Row, RowShape, RowSource
 from trainer.drafter.config import DrafterConfig
+from trainer.drafter.for_target import config_for_target
 from trainer.inputs import InputError
+from trainer.pretrained import TargetError, load_model, load_model_config, load_tokenizer
+from trainer.target.attention import VARLEN
 from trainer.target.features import FeatureMaker
-from trainer.target.model import (
-    VARLEN,
-    Target,
-    TargetError,
-    TargetInputs,
-    decoder_layer,
-    load_model,
-    load_model_config,
-    load_tokenizer,
-)
+from trainer.target.inputs import TargetInputs
+from trainer.target.model import Target, decoder_layer
 
 VOCAB, HIDDEN = 97, 64
 COMMON: dict[str, Any] = {
@@ -118,7 +113,7 @@ def build(config: PreTrainedConfig) -> Any:
 def drafter_config(model: Any) -> DrafterConfig:
     """A drafter's configuration for a target, by the rules alone."""
     section = DrafterSection(num_layers=1, target_layer_ids=[0], mask_token_id=3)
-    return DrafterConfig.from_section(section, model.config)
+    return config_for_target(section, model.config)
 
 
 def drafter_logits(drafter: DrafterConfig, hidden: Tensor, head: Tensor) -> Tensor:
@@ -509,24 +504,24 @@ def plain_varlen(
 def test_the_kernel_is_taken_only_by_targets_that_tell_it_all(
     family: str, changes: dict[str, Any], taken: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("trainer.target.model.varlen_attn", plain_varlen)
+    monkeypatch.setattr("trainer.target.attention.varlen_attn", plain_varlen)
     target = Target(build(CONFIG_MAPPING[family](**COMMON | changes)), TAPS, "cpu")
     own = target._decoder.config._attn_implementation
     target._decoder.set_attn_implementation(VARLEN)
-    assert target._keeps_apart("varlen", reference=own) == taken
+    assert target.trial().keeps_apart("varlen", reference=own) == taken
     assert target._decoder.config._attn_implementation == VARLEN
 
 
 def test_positions_that_count_from_the_start_of_a_row_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     target = Target(build(config_of("llama")), TAPS, "cpu")
-    monkeypatch.setattr("trainer.target.model.varlen_attn", plain_varlen)
+    monkeypatch.setattr("trainer.target.attention.varlen_attn", plain_varlen)
     own = target._decoder.config._attn_implementation
     target._decoder.set_attn_implementation(VARLEN)
     rotary = target._decoder.rotary_emb.forward
     monkeypatch.setattr(
         target._decoder.rotary_emb, "forward", lambda x, position_ids: rotary(x, torch.arange(x.shape[1])[None] ** 2)
     )
-    assert not target._keeps_apart("varlen", reference=own)
+    assert not target.trial().keeps_apart("varlen", reference=own)
 
 
 @pytest.mark.parametrize("changes", [{"index_topk": 2048}, {"layer_types": ["compressed_sparse_attention"] * 4}])

@@ -6,11 +6,13 @@ import pytest
 import torch
 
 from tests.trainer.target.test_model import HIDDEN, ONE_BY_ONE, TAPS, build, config_of, documents_of, row
-from trainer.compilation.phase import CompilePhase, Mode
+from trainer.compilation.phase import CompilePhase
+from trainer.compilation.report import Mode
 from trainer.data import Documents, Row, RowSource
 from trainer.pipeline.threads import in_worker_thread
 from trainer.target.features import FeatureMaker
-from trainer.target.model import Target, disagreement
+from trainer.target.model import Target
+from trainer.target.trial import disagreement
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
