@@ -24,12 +24,19 @@ class TargetConfig(Section):
     path: str = Field(description="Folder or hub name of the target, as transformers' from_pretrained takes it")
     gguf_file: str | None = Field(None, description="File name inside `path` when the target is a GGUF file")
     dtype: Literal["float32", "bfloat16", "float16"] = Field("bfloat16", description="Precision the target runs in")
-    attention: Literal["auto", "sdpa", "flash_attention_2", "eager"] = Field(
-        "auto", description="Attention of the target; auto: the fastest that keeps packed documents apart"
+    attention: Literal["auto", "varlen", "sdpa", "flash_attention_2", "eager"] = Field(
+        "auto",
+        description="Attention of the target; auto: the fastest that keeps packed documents apart; varlen: the "
+        "variable-length kernel, or no start",
     )
     compile: bool = Field(
         True,
         description="In graph mode, compile the target's layers; false: capture the kernels they launch themselves",
+    )
+    capture: bool = Field(
+        True,
+        description="In graph mode, capture the target's pass in a CUDA graph; false: run it kernel by kernel, for a "
+        "target that cannot be captured",
     )
     trust_remote_code: bool = Field(False, description="Let the target's repository run its own Python code")
 
@@ -139,7 +146,8 @@ class PipelineConfig(Section):
         "graph", description="graph: compile and capture CUDA graphs; compiled: no graphs; eager: the reference"
     )
     require_compiled: bool | None = Field(
-        None, description="Refuse to start when a worker is not compiled without graph breaks; default: true on CUDA"
+        None,
+        description="Refuse to start when a target or drafter does not get what `mode` asks for; default: true on CUDA",
     )
     compile_cache: Path | None = Field(None, description="Folder of the compile cache; default: $DFLASH_COMPILE_CACHE")
 

@@ -219,6 +219,9 @@ class Pipeline:
         step all of them agree.
         """
         drafters = [worker for worker in workers if isinstance(worker, DrafterWorker)]
+        require = self._config.pipeline.require_compiled
+        if require is None:
+            require = any(worker.device.type == "cuda" for worker in drafters)
         for worker in workers:
             if isinstance(worker, DrafterWorker):
                 doing = "preparing" if shared.phase.mode == "eager" else "compiling"
@@ -232,11 +235,8 @@ class Pipeline:
                     return False
             if shared.ending.is_set():
                 return False
-        require = self._config.pipeline.require_compiled
-        if require is None:
-            require = any(worker.device.type == "cuda" for worker in drafters)
-        if require:
-            shared.phase.require_compiled()
+            if require:  # at once: the next worker may compile for a minute
+                shared.phase.require_compiled()
         shared.phase.close()
         state = {"cache_directory": str(cache.directory), "cache_bytes": cache.size()} if cache is not None else {}
         self._hooks.on_compiled([{**asdict(report), **state} for report in shared.phase.reports])

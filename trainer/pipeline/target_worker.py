@@ -16,13 +16,13 @@ class TargetWorker(Worker):
 
     def __init__(self, number: int, shared: Shared, target: Target, shape: RowShape) -> None:
         super().__init__(f"target {number}", shared, target.device)
-        self._maker = FeatureMaker(target, shape, compiles=shared.config.target.compile)
+        self._maker = FeatureMaker.of_run(shared.config, target, shape)
         self._copies: torch.cuda.Stream | None = None
 
     def prepare(self) -> None:
         if self.device.type == "cuda":
             self._copies = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
-        with self.shared.phase.turn(self.name, self.device, self.stream, required=False) as turn:
+        with self.shared.phase.turn(self.name, self.device, self.stream) as turn:
             self._maker.prepare(turn)
 
     def work(self) -> None:
