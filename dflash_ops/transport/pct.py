@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 
 from dflash_ops.errors import DflashError
-from dflash_ops.inventory import TargetEntry
+from dflash_ops.inventory.models import TargetEntry
 from dflash_ops.transport.base import Misconfigured, NotPermitted, Unanswered, Unreachable
 from dflash_ops.transport.program import BOOTSTRAP
 

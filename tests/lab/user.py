@@ -46,7 +46,7 @@ class Dflash:
         self.inventory["jobs"][name] = entry
 
     def argv(self, *words: str) -> list[str]:
-        return [*self.enter, str(PYTHON.with_name("dflash")), "--inventory", str(self.save()), *words]
+        return [*self.enter, str(PYTHON), "-m", "dflash_ops.main", "--inventory", str(self.save()), *words]
 
     def env(self) -> dict[str, str]:
         home = {"HOME": str(self.folder), "XDG_STATE_HOME": str(self.folder / "state"), "XDG_RUNTIME_DIR": ""}

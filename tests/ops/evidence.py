@@ -5,12 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from dflash_ops.inventory import Inventory
-from dflash_ops.probes.gpu import Device, GpuDevices, GpuNone
-from dflash_ops.probes.log import LogFresh, LogSilent
-from dflash_ops.probes.snapshot import Cpu, Progress, Snapshot, Step
-from dflash_ops.probes.unit import UnitRunning
-from dflash_ops.run import ExitRecord, GpuRoles, KillRequest, RunRecord, RunSpec, Started
+from dflash_ops.inventory.models import Inventory
+from dflash_ops.run.probes.gpu import Device, GpuDevices, GpuNone
+from dflash_ops.run.probes.log import LogFresh, LogSilent
+from dflash_ops.run.probes.snapshot import Cpu, Progress, Snapshot, Step
+from dflash_ops.run.probes.unit import UnitRunning
+from dflash_ops.run.record import ExitRecord, GpuRoles, KillRequest, RunRecord, RunSpec, Started
 
 INVENTORY = Inventory(path=Path("/nowhere/inventory.yaml"), targets={})
 NOW = 1_800_000_000.0

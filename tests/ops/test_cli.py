@@ -15,9 +15,10 @@ from types import SimpleNamespace
 import pytest
 import typer
 
-from dflash_ops.cli import confirm, main
+from dflash_ops.cli import confirm
 from dflash_ops.errors import DflashError
-from dflash_ops.seen import remember
+from dflash_ops.main import main
+from dflash_ops.run.last_known import remember
 
 INVENTORY = """\
 hosts:
@@ -44,7 +45,7 @@ def folder(tmp_path: Path) -> Path:
 
 def dflash(folder: Path, *words: str, **variables: str) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "CANARY": CANARY, "DFLASH_INVENTORY": str(folder / "inventory.yaml"), **variables}
-    command = [sys.executable, "-m", "dflash_ops.cli", *words]
+    command = [sys.executable, "-m", "dflash_ops.main", *words]
     return subprocess.run(
         command, capture_output=True, text=True, check=False, timeout=60, env=environment, stdin=subprocess.DEVNULL
     )
@@ -121,7 +122,7 @@ def test_exit_codes_are_as_documented(
 
 
 def called(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, verb: Callable[[], object], name: str = "dflash_ops.runs.runs"
+    folder: Path, monkeypatch: pytest.MonkeyPatch, verb: Callable[[], object], name: str = "dflash_ops.verbs.runs.runs"
 ) -> int:
     """The exit code when the work of `runs` is `verb`."""
     monkeypatch.setattr(name, lambda *_: verb())
@@ -152,7 +153,7 @@ def test_no_path_exits_with_a_code_that_is_not_listed(
         raise error
 
     if isinstance(error, BrokenPipeError):
-        monkeypatch.setattr("dflash_ops.cli._no_reader", lambda: None)
+        monkeypatch.setattr("dflash_ops.cli.no_reader", lambda: None)
     assert called(folder, monkeypatch, raises) == code
     assert words in capsys.readouterr().err
 
@@ -168,7 +169,7 @@ def test_ctrl_c_after_a_key_was_taken_says_where_it_is(
                 ask(key)
             raise KeyboardInterrupt
 
-        monkeypatch.setattr("dflash_ops.trust.trust", trust)
+        monkeypatch.setattr("dflash_ops.verbs.trust.trust", trust)
         assert exit_code(folder, monkeypatch, "trust", "main", "-y") == 130
         assert capsys.readouterr().err.endswith(f"interrupted: {words}\n")
 
@@ -241,7 +242,7 @@ def test_a_reader_that_has_enough_ends_it_quietly(folder: Path) -> None:
     config = "{" + ", ".join(f"key{index}: {'x' * 100}" for index in range(5000)) + "}"
     text = (folder / "inventory.yaml").read_text().replace("{a: 1}", config)
     (folder / "inventory.yaml").write_text(text)
-    command = f"{sys.executable} -m dflash_ops.cli launch --dry-run | head -1"
+    command = f"{sys.executable} -m dflash_ops.main launch --dry-run | head -1"
     environment = {**os.environ, "CANARY": CANARY, "DFLASH_INVENTORY": str(folder / "inventory.yaml")}
     done = subprocess.run(["sh", "-c", command], capture_output=True, text=True, check=False, env=environment)
     assert done.stdout.startswith("run ")
@@ -255,7 +256,7 @@ def test_without_a_reader_it_ends_quietly_and_with_its_own_exit_code(folder: Pat
     read, write = os.pipe()
     os.close(read)
     environment = {**os.environ, "CANARY": CANARY, "DFLASH_INVENTORY": str(folder / "inventory.yaml")}
-    command = [sys.executable, "-m", "dflash_ops.cli", *words]
+    command = [sys.executable, "-m", "dflash_ops.main", *words]
     done = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, check=False, env=environment, timeout=60)
     os.close(write)
     assert done.returncode == code
@@ -265,7 +266,7 @@ def test_without_a_reader_it_ends_quietly_and_with_its_own_exit_code(folder: Pat
 def test_closed_streams_change_neither_what_is_done_nor_the_exit_code(folder: Path) -> None:
     environment = {**os.environ, "CANARY": CANARY, "DFLASH_INVENTORY": str(folder / "inventory.yaml")}
     for verb, code in (("kill -y", 69), ("runs --target here", 0), ("kill", 69)):
-        command = f"{sys.executable} -m dflash_ops.cli {verb} <&- >&- 2>&-"
+        command = f"{sys.executable} -m dflash_ops.main {verb} <&- >&- 2>&-"
         assert subprocess.run(["sh", "-c", command], check=False, env=environment, timeout=60).returncode == code
 
 
@@ -280,7 +281,7 @@ def test_what_a_terminal_s_encoding_lacks_is_spelled_out(folder: Path) -> None:
 def test_help_loads_nothing_heavy() -> None:
     code = (
         "import sys; sys.argv = ['dflash', '--help']\n"
-        "from dflash_ops.cli import main\n"
+        "from dflash_ops.main import main\n"
         "try: main()\nexcept SystemExit: pass\n"
         "print([name for name in ('fabric', 'paramiko', 'pydantic', 'yaml', 'torch') if name in sys.modules])"
     )

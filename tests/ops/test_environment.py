@@ -13,11 +13,13 @@ from typing import Any
 
 import pytest
 
-from dflash_ops.environment import build, interpreter, listing, platform_tags, render, uses
 from dflash_ops.errors import ConfigurationError, DflashError, UsageError
-from dflash_ops.inventory import load_inventory
-from dflash_ops.session import Session
+from dflash_ops.inventory.load import load_inventory
+from dflash_ops.plan.interpreter import interpreter
 from dflash_ops.transport.local import local_transport
+from dflash_ops.show.answers import show_env_list
+from dflash_ops.verbs.env import build, listing, platform_tags, uses
+from dflash_ops.verbs.session import Session
 
 UV = shutil.which("uv") or shutil.which("uv", path=str(Path(sys.executable).parent))
 needs_uv = pytest.mark.skipif(UV is None, reason="uv is not installed here")
@@ -153,7 +155,7 @@ def request(session: Session, **changes: Any) -> dict[str, Any]:
 @pytest.mark.parametrize("lock", ["../../etc", "a" * 31, "", "A" * 32])
 def test_an_environment_can_only_be_named_by_a_hash(session: Session, lock: str) -> None:
     with pytest.raises(DflashError, match="not the hash"):
-        list(session.stream("environments", request(session, lock=lock)))
+        list(session.stream("env", request(session, lock=lock)))
 
 
 def test_an_interpreter_s_runs_are_listed_and_every_line_says_what_it_is(
@@ -165,7 +167,7 @@ def test_an_interpreter_s_runs_are_listed_and_every_line_says_what_it_is(
         (run / "spec.json").write_text(json.dumps(spec))
     listed = listing(session)
     assert uses(listed, "there").runs == ["r1"]
-    render(listed)
+    show_env_list(listed)
     lines = capsys.readouterr().out.splitlines()
     assert "interpreter   there: /opt/venv/bin/python, 1 run" in lines
     assert "not built     locked: `dflash env build locked` builds it" in lines

@@ -15,17 +15,17 @@ from typing import Any
 
 import pytest
 
-from dflash_ops.diff import compare_code, compare_facts, compare_specs, diff, flat
-from dflash_ops.doctor import Line, Node, doctor, gpu_lines, node_lines, python_lines, release_line, system_lines
 from dflash_ops.errors import ConfigurationError, UsageError
-from dflash_ops.facts import Facts, read_facts
-from dflash_ops.inventory import Inventory, TargetEntry
-from dflash_ops.release import Release, ReleaseFile
+from dflash_ops.inventory.models import Inventory, TargetEntry
+from dflash_ops.plan.release import Release, ReleaseFile
 from dflash_ops.remote import facts as remote_facts
 from dflash_ops.remote import gpu as remote_gpu
-from dflash_ops.session import Session, open_session
+from dflash_ops.run.facts import Facts, read_facts
 from dflash_ops.transport.base import Misconfigured, NoPython, Unreachable
 from dflash_ops.transport.fake import FakeTransport
+from dflash_ops.verbs.diff import compare_code, compare_facts, compare_specs, diff, flat
+from dflash_ops.verbs.doctor import Line, Node, doctor, gpu_lines, node_lines, python_lines, release_line, system_lines
+from dflash_ops.verbs.session import Session, open_session
 from tests.ops.evidence import spec
 from tests.ops.inprocess import InProcess
 
@@ -364,7 +364,7 @@ def ssh_lines(
     given.update(targets=targets, environments=environments)
     inventory = Inventory.model_validate({"path": folder / "inventory.yaml", **given})
     if answers:
-        transport = FakeTransport({"node": answers[:1], "facts": answers[1:]})
+        transport = FakeTransport({"doctor": answers})
         monkeypatch.setattr("dflash_ops.transport.framed.FramedTransport", lambda *_: transport)
     return list(doctor(open_session(inventory, "far"), environment).lines)
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dflash_ops.remote.common import Channel
+from dflash_ops.remote.channel import Channel
 from dflash_ops.transport import framing
 from dflash_ops.transport.base import BadAnswer, Misconfigured
 from dflash_ops.transport.framing import FrameDecoder

@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from dflash_ops.gc import GcOptions, GcReport, look, remove
-from dflash_ops.inventory import Inventory
-from dflash_ops.remote.collect import _age
-from dflash_ops.session import Session
+from dflash_ops.inventory.models import Inventory
+from dflash_ops.remote.gc import _age
 from dflash_ops.transport.local import local_transport
+from dflash_ops.verbs.gc import GcOptions, GcReport, look, remove
+from dflash_ops.verbs.session import Session
 
 DAY = 86400
 
@@ -182,7 +182,7 @@ def test_paths_that_were_not_found_are_never_removed(session: Session, tmp_path:
     precious = tmp_path / "precious"
     precious.mkdir()
     asked = {"keep": 0, "older_than": 0, "caches": True, "remove": [str(precious), "/", session.root]}
-    frames = list(session.stream("collect", asked))
+    frames = list(session.stream("gc", asked))
     assert frames[-1].value == {"items": [], "removed": []}
     assert precious.is_dir()
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from dflash_ops.errors import ConfigurationError, UsageError
-from dflash_ops.inventory import load_inventory
+from dflash_ops.inventory.load import load_inventory
 
 GOOD = """\
 hosts:

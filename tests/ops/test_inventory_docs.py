@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from dflash_ops.inventory import EnvironmentEntry, HostEntry, JobEntry, TargetEntry
+from dflash_ops.inventory.models import EnvironmentEntry, HostEntry, JobEntry, TargetEntry
 
 TEXT = (Path(__file__).parents[2] / "docs" / "inventory.md").read_text()
 

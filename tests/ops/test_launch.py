@@ -13,27 +13,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dflash_ops.errors import ConfigurationError, DflashError, UsageError
-from dflash_ops.inventory import Inventory, JobEntry, load_inventory
-from dflash_ops.kill import KillOptions, kill
-from dflash_ops.launch import (
-    LaunchOptions,
-    Plan,
-    automatic_name,
-    dump_yaml,
-    execute,
-    job_config,
-    launch,
-    needs_gpus,
-    parse_value,
-    plan,
-    resolve_variables,
-)
+from dflash_ops.inventory.load import load_inventory
+from dflash_ops.inventory.models import Inventory, JobEntry
+from dflash_ops.plan.config import dump_yaml, job_config, parse_value
+from dflash_ops.plan.plan import LaunchOptions, Plan, automatic_name, needs_gpus, plan
+from dflash_ops.plan.variables import resolve_variables
 from dflash_ops.remote import preflight
-from dflash_ops.remote.common import Refusal
-from dflash_ops.run import RUN_NAME, RootPaths
-from dflash_ops.session import Session
+from dflash_ops.remote.channel import Refusal
+from dflash_ops.run.record import RUN_NAME, RootPaths
 from dflash_ops.transport.base import BadAnswer, ConnectionLost, RemoteRefusal, Unreachable
 from dflash_ops.transport.fake import FakeTransport
+from dflash_ops.verbs.kill import KillOptions, kill
+from dflash_ops.verbs.launch import execute, launch
+from dflash_ops.verbs.session import Session
 
 CANARY = "s3cr3t-canary-$HOME"
 INVENTORY = """\
@@ -250,11 +242,13 @@ def test_a_configuration_file_that_is_broken_is_named_with_its_line(inventory: I
 
 
 def test_with_the_release_present_a_launch_is_two_round_trips(inventory: Inventory) -> None:
-    opened, transport = session(inventory, start=[[{"stage": "facts"}, {"reached": "started", "snapshot": snapshot()}]])
+    opened, transport = session(
+        inventory, launch=[[{"stage": "facts"}, {"reached": "started", "snapshot": snapshot()}]]
+    )
     report = launch(opened, LaunchOptions("smoke", "r1"))
     assert (report.run, report.reached, report.invocation_id) == ("r1", "started", "ab12")
     assert report.round_trips == 2
-    assert [call.verb for call in transport.calls] == ["preflight", "start"]
+    assert [call.verb for call in transport.calls] == ["preflight", "launch"]
 
 
 def test_a_missing_release_is_sent_first(inventory: Inventory) -> None:
@@ -262,7 +256,7 @@ def test_a_missing_release_is_sent_first(inventory: Inventory) -> None:
         inventory,
         preflight=[{**PREFLIGHT, "release": "missing"}],
         store=[{"state": "stored"}],
-        start=[{"reached": "started", "snapshot": snapshot()}],
+        launch=[{"reached": "started", "snapshot": snapshot()}],
     )
     assert launch(opened, LaunchOptions("smoke", "r1")).round_trips == 3
     store = transport.calls[1]
@@ -279,7 +273,7 @@ def test_a_run_that_dies_within_the_wait_is_a_failure_with_its_last_lines(invent
         "invocation_id": "ab12",
         "boot_id": "b",
     }
-    opened, _ = session(inventory, start=[{"reached": "ended", "snapshot": snapshot(active="failed", exit=ended)}])
+    opened, _ = session(inventory, launch=[{"reached": "ended", "snapshot": snapshot(active="failed", exit=ended)}])
     with pytest.raises(DflashError) as caught:
         launch(opened, LaunchOptions("smoke", "r1"))
     assert caught.value.code == 100
@@ -301,25 +295,25 @@ def test_a_run_that_somebody_ended_within_the_wait_is_no_launch_that_went_well(
     ended = {"time": 1005.0, "result": "success", "exit_code": "killed", "exit_status": status}
     seen = snapshot(active="inactive", exit={**ended, "invocation_id": "ab12", "boot_id": "b"})
     seen["records"]["kill_requested"] = asked
-    opened, _ = session(inventory, start=[{"reached": "ended", "snapshot": seen}])
+    opened, _ = session(inventory, launch=[{"reached": "ended", "snapshot": seen}])
     with pytest.raises(DflashError, match=f"the run r1 {words}") as caught:
         launch(opened, LaunchOptions("smoke", "r1"))
     assert caught.value.code == code
 
 
 def test_a_run_that_needs_longer_goes_on_and_is_said_to(inventory: Inventory) -> None:
-    opened, _ = session(inventory, start=[{"reached": "timeout", "snapshot": snapshot()}])
+    opened, _ = session(inventory, launch=[{"reached": "timeout", "snapshot": snapshot()}])
     with pytest.raises(DflashError, match="did not reach its first optimizer step within 3 s; it goes on") as caught:
         launch(opened, LaunchOptions("smoke", "r1", wait="step", timeout=3))
     assert caught.value.code == 75
 
 
 def test_a_connection_that_breaks_while_waiting_says_that_the_run_may_go_on(inventory: Inventory) -> None:
-    opened, _ = session(inventory, start=[[{"stage": "start"}, ConnectionLost("the connection to pve1 broke")]])
+    opened, _ = session(inventory, launch=[[{"stage": "start"}, ConnectionLost("the connection to pve1 broke")]])
     with pytest.raises(ConnectionLost) as caught:
         launch(opened, LaunchOptions("smoke", "r1"))
     assert "`dflash status r1`" in caught.value.hint
-    opened, _ = session(inventory, start=[Unreachable("container 200 on pve1 is stopped", "start it")])
+    opened, _ = session(inventory, launch=[Unreachable("container 200 on pve1 is stopped", "start it")])
     with pytest.raises(Unreachable) as stopped:
         launch(opened, LaunchOptions("smoke", "r1"))
     assert stopped.value.hint == "start it"
@@ -343,7 +337,7 @@ def test_an_answer_of_the_wrong_form_is_refused(inventory: Inventory, answer: di
     ],
 )
 def test_ctrl_c_says_whether_there_is_a_run(inventory: Inventory, events: list[Any], words: str) -> None:
-    opened, _ = session(inventory, start=[[*events, Unreachable("as a Ctrl-C would")]])
+    opened, _ = session(inventory, launch=[[*events, Unreachable("as a Ctrl-C would")]])
     with pytest.raises(Unreachable):
         launch(opened, LaunchOptions("smoke", "r1"))
     assert opened.so_far == words
@@ -361,10 +355,10 @@ HELD = RemoteRefusal(75, "the run r0 holds GPU 5", "wait", reason="gpus-held:r0"
 
 
 def test_held_gpus_refuse_the_launch(inventory: Inventory) -> None:
-    opened, transport = session(inventory, start=[HELD])
+    opened, transport = session(inventory, launch=[HELD])
     with pytest.raises(RemoteRefusal, match="r0 holds GPU 5"):
         launch(opened, LaunchOptions("eight", "r1"))
-    assert [call.verb for call in transport.calls] == ["preflight", "start"]
+    assert [call.verb for call in transport.calls] == ["preflight", "launch"]
 
 
 @pytest.mark.parametrize(
@@ -392,10 +386,10 @@ def test_gpus_that_are_not_there_refuse_the_launch(
 
 def test_only_our_own_trainer_s_numbers_are_those_of_gpus(inventory: Inventory) -> None:
     assert not planned(inventory, job="eight").needs_gpus  # it has a source of its own
-    opened, transport = session(inventory, start=[{"reached": "started", "snapshot": snapshot()}])
+    opened, transport = session(inventory, launch=[{"reached": "started", "snapshot": snapshot()}])
     launch(opened, LaunchOptions("eight", "r1"))
     assert transport.calls[0].request["gpus"] == []
-    opened, transport = session(inventory, start=[{"reached": "started", "snapshot": snapshot()}])
+    opened, transport = session(inventory, launch=[{"reached": "started", "snapshot": snapshot()}])
     execute(opened, replace(planned(inventory, job="eight"), needs_gpus=True))
     assert transport.calls[0].request["gpus"] == list(range(8))
     assert needs_gpus(JobEntry(config={}))
@@ -404,20 +398,22 @@ def test_only_our_own_trainer_s_numbers_are_those_of_gpus(inventory: Inventory) 
 
 def test_replace_stops_the_holder_and_starts_then(inventory: Inventory) -> None:
     stopped = {"outcome": "stopped", "gpu": None, "snapshot": snapshot("r0", "inactive")}
-    opened, transport = session(inventory, start=[HELD, {"reached": "started", "snapshot": snapshot()}], stop=[stopped])
+    opened, transport = session(
+        inventory, launch=[HELD, {"reached": "started", "snapshot": snapshot()}], kill=[stopped]
+    )
     launch(opened, LaunchOptions("eight", "r1", replace=True))
     assert [(call.verb, call.request.get("run")) for call in transport.calls[1:]] == [
-        ("start", "r1"),
-        ("stop", "r0"),
-        ("start", "r1"),
+        ("launch", "r1"),
+        ("kill", "r0"),
+        ("launch", "r1"),
     ]
 
 
 def test_replace_does_not_touch_a_run_of_the_same_name(inventory: Inventory) -> None:
-    opened, transport = session(inventory, start=[RemoteRefusal(75, "the run r1 is already there", reason="taken")])
+    opened, transport = session(inventory, launch=[RemoteRefusal(75, "the run r1 is already there", reason="taken")])
     with pytest.raises(RemoteRefusal, match="already there"):
         launch(opened, LaunchOptions("smoke", "r1", replace=True))
-    assert "stop" not in [call.verb for call in transport.calls]
+    assert "kill" not in [call.verb for call in transport.calls]
 
 
 def test_an_unreachable_container_leaves_nothing_to_clean_up(inventory: Inventory) -> None:
@@ -428,7 +424,7 @@ def test_an_unreachable_container_leaves_nothing_to_clean_up(inventory: Inventor
 
 
 def test_secrets_cross_in_the_request_only(inventory: Inventory, capsys: pytest.CaptureFixture[str]) -> None:
-    opened, transport = session(inventory, start=[{"reached": "started", "snapshot": snapshot()}])
+    opened, transport = session(inventory, launch=[{"reached": "started", "snapshot": snapshot()}])
     opened.quiet = False
     report = launch(opened, LaunchOptions("smoke", "r1"))
     said = capsys.readouterr()
@@ -458,7 +454,7 @@ def test_a_kill_is_one_round_trip_and_says_what_became_of_the_run(inventory: Inv
         {"waited": 1},
         {"outcome": "stopped", "gpu": None, "snapshot": record},
     ]
-    opened, transport = session(inventory, stop=[answers])
+    opened, transport = session(inventory, kill=[answers])
     report = kill(opened, KillOptions("r1", grace=5))
     assert (report.outcome, report.verdict.state) == ("stopped", "cancelled")
     assert transport.round_trips == 1

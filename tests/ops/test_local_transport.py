@@ -38,12 +38,12 @@ def make_run(root: Path, env: str = "") -> None:
 
 
 def execute(root: Path, *argv: str) -> Iterator[Any]:
-    return transport().stream(Program("execute"), {"root": str(root), "run": "r1", "argv": list(argv)})
+    return transport().stream(Program("exec"), {"root": str(root), "run": "r1", "argv": list(argv)})
 
 
 def test_a_result_comes_back_and_is_counted(tmp_path: Path) -> None:
     way = local_transport()
-    assert way.run(Program("environments"), {"root": str(tmp_path), "do": "list"}).value == {
+    assert way.run(Program("env"), {"root": str(tmp_path), "do": "list"}).value == {
         "environments": [],
         "interpreters": {},
     }
@@ -89,7 +89,7 @@ def test_megabytes_on_both_outputs_at_once_do_not_block_each_other(tmp_path: Pat
 
 def test_noise_before_and_after_makes_no_difference(tmp_path: Path) -> None:
     way = transport(f"echo Last login: today; echo motd >&2; {BOOTSTRAP}; echo goodbye")
-    assert way.run(Program("environments"), {"root": str(tmp_path), "do": "list"}).value == {
+    assert way.run(Program("env"), {"root": str(tmp_path), "do": "list"}).value == {
         "environments": [],
         "interpreters": {},
     }
@@ -99,7 +99,7 @@ def test_a_host_that_says_nothing_is_left_at_the_deadline() -> None:
     way = transport("sleep 60")
     begin = time.monotonic()
     with pytest.raises(Unanswered, match=r"within 0\.5 s") as caught:
-        way.run(Program("environments"), {"root": "/x", "do": "list"}, deadline=0.5)
+        way.run(Program("env"), {"root": "/x", "do": "list"}, deadline=0.5)
     assert caught.value.code == 75
     assert time.monotonic() - begin < 30
 
@@ -119,14 +119,14 @@ def test_a_program_past_its_time_ends_itself(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "runs/r1/spec.json")  # opening it blocks for ever
     way = transport()
     request = {"root": str(tmp_path), "run": "r1", "argv": ["true"]}
-    with pytest.raises(RemoteRefusal, match="did not finish `execute` within 1 s") as caught:
-        way.run(Program("execute"), request, deadline=1.9)
+    with pytest.raises(RemoteRefusal, match="did not finish `exec` within 1 s") as caught:
+        way.run(Program("exec"), request, deadline=1.9)
     assert caught.value.code == 75
 
 
 def test_a_refusal_carries_code_sentence_cure_and_reason(tmp_path: Path) -> None:
     with pytest.raises(RemoteRefusal) as caught:
-        transport().run(Program("execute"), {"root": str(tmp_path), "run": "nosuch", "argv": ["true"]})
+        transport().run(Program("exec"), {"root": str(tmp_path), "run": "nosuch", "argv": ["true"]})
     assert (caught.value.code, caught.value.reason) == (102, "no-run")
     assert "nosuch" in caught.value.message
     assert caught.value.hint
@@ -134,10 +134,10 @@ def test_a_refusal_carries_code_sentence_cure_and_reason(tmp_path: Path) -> None
 
 def test_a_crash_in_a_program_shows_its_place_only_as_detail(tmp_path: Path) -> None:
     with pytest.raises(RemoteRefusal) as caught:
-        transport().run(Program("environments"), {"root": str(tmp_path)})
+        transport().run(Program("env"), {"root": str(tmp_path)})
     assert caught.value.code == 70
     assert "KeyError" in caught.value.message
-    assert "dflash_ops/remote/environments.py" in caught.value.detail
+    assert "dflash_ops/remote/env.py" in caught.value.detail
 
 
 def test_a_full_or_missing_disk_is_one_sentence(tmp_path: Path) -> None:
@@ -183,6 +183,6 @@ def test_other_work_is_done_while_a_program_runs(tmp_path: Path) -> None:
             time.sleep(0.01)
 
     reply = transport(command).run(
-        Program("environments"), {"root": str(tmp_path), "do": "list"}, deadline=30, meanwhile=meanwhile
+        Program("env"), {"root": str(tmp_path), "do": "list"}, deadline=30, meanwhile=meanwhile
     )
     assert reply.value == {"environments": [], "interpreters": {}}

@@ -13,15 +13,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dflash_ops import live, logs
 from dflash_ops.errors import UsageError
-from dflash_ops.logs import Folder, TailOptions, parse_since, tail
-from dflash_ops.probes.log import last_segment
-from dflash_ops.remote import follow, probe
-from dflash_ops.session import Session
+from dflash_ops.remote import logs as remote_logs
+from dflash_ops.remote import status as remote_status
+from dflash_ops.run.probes.log import last_segment
 from dflash_ops.text import decoded, visible
 from dflash_ops.transport.base import BadAnswer
 from dflash_ops.transport.fake import FakeTransport
+from dflash_ops.verbs import logs
+from dflash_ops.verbs import reconnect as live
+from dflash_ops.verbs.logs import Folder, TailOptions, parse_since, tail
+from dflash_ops.verbs.session import Session
 from tests.ops.evidence import INVENTORY
 from tests.ops.inprocess import InProcess
 
@@ -52,16 +54,16 @@ def log(tmp_path: Path) -> Path:
 @pytest.fixture(autouse=True)
 def no_systemd(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """The run goes on while the test has something left to do, and ends then."""
-    monkeypatch.setattr(probe, "snapshot", lambda paths, request: END)
-    monkeypatch.setattr(follow, "_UNIT_EVERY", 0.0)
+    monkeypatch.setattr(remote_status, "snapshot", lambda paths, request: END)
+    monkeypatch.setattr(remote_logs, "_UNIT_EVERY", 0.0)
     monkeypatch.setattr(live.time, "sleep", lambda seconds: None)
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
 
 
 def shown(transport: InProcess, monkeypatch: pytest.MonkeyPatch, **options: Any) -> tuple[str, list[str]]:
     """What is printed, and what is said beside it."""
-    monkeypatch.setattr(probe, "state", lambda paths: {})
-    monkeypatch.setattr(probe, "over", lambda seen: not transport.polls)
+    monkeypatch.setattr(remote_status, "state", lambda paths: {})
+    monkeypatch.setattr(remote_status, "over", lambda seen: not transport.polls)
     session = Session(INVENTORY, "lab", transport, str(transport.root))
     said: list[str] = []
     session.say = said.append  # type: ignore[method-assign]
@@ -108,7 +110,7 @@ def test_cuts_anywhere_lose_and_repeat_nothing(
             stream.write(grow)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(follow, "CHUNK", chunk)
+        patch.setattr(remote_logs, "CHUNK", chunk)
         transport = InProcess(root, cuts, {1: write, 2: write}, [write])
         text, _ = shown(transport, patch)
         assert text == reference(path.read_bytes())
@@ -117,7 +119,7 @@ def test_cuts_anywhere_lose_and_repeat_nothing(
 def test_a_cut_after_every_single_frame_loses_and_repeats_nothing(log: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     data = b"".join(b"2026-11-30T07:20:%02d.000Z INFO main step %d\n" % (i % 60, i) for i in range(20))
     log.write_bytes(data)
-    monkeypatch.setattr(follow, "CHUNK", 11)
+    monkeypatch.setattr(remote_logs, "CHUNK", 11)
     frames = len(data) // 11 + 4
     for cut in range(1, frames):
         text, said = shown(InProcess(log.parents[2], [cut]), monkeypatch)
@@ -215,10 +217,10 @@ def test_no_follow_shows_what_is_there_and_returns(log: Path, monkeypatch: pytes
 def test_the_last_lines_begin_where_they_should(
     log: Path, monkeypatch: pytest.MonkeyPatch, count: int, content: str, chunk: int
 ) -> None:
-    monkeypatch.setattr(follow, "CHUNK", chunk)
+    monkeypatch.setattr(remote_logs, "CHUNK", chunk)
     log.write_text(content)
     with log.open("rb") as stream:
-        begin = follow.start_of_last_lines(stream, len(content), count)
+        begin = remote_logs.start_of_last_lines(stream, len(content), count)
     expected = content.splitlines(keepends=True)[-count:] if count else []
     assert content[begin:] == "".join(expected)
 
@@ -230,7 +232,7 @@ def test_since_begins_at_the_first_line_of_that_time(log: Path, second: int) -> 
     log.write_text(content)
     moment = parse_since("2026-11-30T07:20:00Z") + second
     with log.open("rb") as stream:
-        begin = follow.start_since(stream, len(content), moment)
+        begin = remote_logs.start_since(stream, len(content), moment)
     assert content[begin:] == "".join(
         line
         for i, line in zip(range(0, 10, 2), lines, strict=True)
@@ -272,7 +274,7 @@ def test_a_progress_bar_that_never_ends_does_not_fill_the_memory(monkeypatch: py
 
 
 def session_of(events: list[dict[str, Any]]) -> Session:
-    return Session(INVENTORY, "lab", FakeTransport({"follow": [[*events, END]]}))
+    return Session(INVENTORY, "lab", FakeTransport({"logs": [[*events, END]]}))
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from dflash_ops.inventory import TargetEntry
+from dflash_ops.inventory.models import TargetEntry
 from dflash_ops.transport.pct import enter_command, explain, sudoers_line
 from dflash_ops.transport.program import BOOTSTRAP
 

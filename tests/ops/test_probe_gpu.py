@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dflash_ops.probes.gpu import (
+from dflash_ops.remote.gpu import FIELDS
+from dflash_ops.run.probes.gpu import (
     Device,
     GpuDevices,
     GpuReading,
@@ -20,8 +21,7 @@ from dflash_ops.probes.gpu import (
     roles_of,
     work_by_role,
 )
-from dflash_ops.remote.gpu import FIELDS
-from dflash_ops.run import GpuRoles
+from dflash_ops.run.record import GpuRoles
 
 FIXTURES = sorted((Path(__file__).parent / "fixtures" / "gpu").glob("*.json"))
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dflash_ops.probes.log import (
+from dflash_ops.run.probes.log import (
     Disk,
     LogFresh,
     LogGone,

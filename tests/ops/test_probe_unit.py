@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dflash_ops.probes.unit import (
+from dflash_ops.run.probes.unit import (
     Ending,
     NotShown,
     Shown,
@@ -19,7 +19,7 @@ from dflash_ops.probes.unit import (
     UnitUnknown,
     read_unit,
 )
-from dflash_ops.run import ExitRecord
+from dflash_ops.run.record import ExitRecord
 
 RUNNING = {
     "LoadState": "loaded",

@@ -19,7 +19,7 @@ LISTING = {"root": "/nonexistent/dflash", "do": "list"}
 
 
 def sent(**request: object) -> bytes:
-    return b"".join(encode(Program("environments"), {**LISTING, **request}, 30))
+    return b"".join(encode(Program("env"), {**LISTING, **request}, 30))
 
 
 def run(shell: str, stdin: bytes, command: str = BOOTSTRAP) -> bytes:
@@ -87,8 +87,8 @@ def test_remote_programs_are_python_3_8(path: Path) -> None:
 
 
 def test_a_fault_of_the_program_tells_its_line() -> None:
-    body = b"".join(encode(Program("environments"), {}, 30))
+    body = b"".join(encode(Program("env"), {}, 30))
     ((kind, value),) = FrameDecoder().feed(run("sh", body))
     assert (kind, value["code"], value["message"]) == ("error", 70, "KeyError: 'do'")
-    assert 'File "<shipped>/dflash_ops/remote/environments.py", line' in value["detail"]
+    assert 'File "<shipped>/dflash_ops/remote/env.py", line' in value["detail"]
     assert 'request["do"]' in value["detail"]

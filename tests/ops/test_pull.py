@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 
-from dflash_ops import live
 from dflash_ops.errors import ConfigurationError, DflashError
-from dflash_ops.pull import Progress, Pulled, PullOptions, What, pull
 from dflash_ops.remote import pull as remote_pull
-from dflash_ops.session import Session
 from dflash_ops.transport.base import BadAnswer, ConnectionLost
 from dflash_ops.transport.fake import FakeTransport
+from dflash_ops.verbs import reconnect as live
+from dflash_ops.verbs.pull import Progress, Pulled, PullOptions, What, pull
+from dflash_ops.verbs.session import Session
 from tests.ops.inprocess import InProcess
 
 
@@ -217,7 +217,7 @@ def test_a_file_that_never_matches_its_hash_is_never_put_in_place(
 def test_nothing_to_bring_is_said_and_leaves_no_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, unit: dict[str, str], what: What, code: int, words: str
 ) -> None:
-    monkeypatch.setattr(remote_pull.common, "show_units", lambda units: {units[0]: unit})
+    monkeypatch.setattr(remote_pull.systemd, "show_units", lambda units: {units[0]: unit})
     run = tmp_path / "root" / "runs" / "r1"
     run.mkdir(parents=True)
     with pytest.raises(DflashError, match=words) as caught:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from dflash_ops.errors import ConfigurationError
-from dflash_ops.release import Release, ReleaseFile, pack, release_name, trainer_source
+from dflash_ops.plan.release import Release, ReleaseFile, pack, release_name, trainer_source
 from dflash_ops.transport.base import Program, RemoteRefusal
 from dflash_ops.transport.local import local_transport
 

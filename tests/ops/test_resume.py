@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 
 from dflash_ops.errors import ConfigurationError, DflashError
-from dflash_ops.inventory import load_inventory
-from dflash_ops.release import pack, trainer_source
-from dflash_ops.resume import ResumeOptions, resume
-from dflash_ops.session import Session
+from dflash_ops.inventory.load import load_inventory
+from dflash_ops.plan.release import pack, trainer_source
 from dflash_ops.transport.fake import FakeTransport
+from dflash_ops.verbs.resume import ResumeOptions, resume
+from dflash_ops.verbs.session import Session
 from tests.ops.evidence import spec
 from tests.ops.test_launch import PREFLIGHT, snapshot
 
@@ -56,7 +56,7 @@ def opened(
         {
             "resume": [answer],
             "preflight": [{**PREFLIGHT, **preflight}],
-            "start": [{"reached": "started", "snapshot": snapshot("r8")}],
+            "launch": [{"reached": "started", "snapshot": snapshot("r8")}],
         }
     )
     return Session(load_inventory(folder / "inventory.yaml"), "here", transport), transport
@@ -82,7 +82,7 @@ def test_the_new_run_is_the_old_one_from_its_checkpoint(tmp_path: Path, capsys: 
     assert "changed since: packages torch: 2.12 -> 2.13" in said
     assert "c1d3" not in said  # a cache grows in every run
     assert "None" not in said
-    assert [call.verb for call in transport.calls] == ["resume", "preflight", "start"]
+    assert [call.verb for call in transport.calls] == ["resume", "preflight", "launch"]
 
 
 def test_code_that_is_gone_is_not_replaced_unasked(tmp_path: Path) -> None:

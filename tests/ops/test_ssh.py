@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 
 from dflash_ops.errors import DflashError
-from dflash_ops.inventory import Inventory
+from dflash_ops.inventory.models import Inventory
 from dflash_ops.transport.base import (
     ConnectionLost,
     Deadline,
@@ -32,7 +32,7 @@ from dflash_ops.transport.base import (
 from dflash_ops.transport.framed import FramedTransport
 from dflash_ops.transport.program import BOOTSTRAP
 from dflash_ops.transport.ssh import SshHost
-from dflash_ops.trust import trust
+from dflash_ops.verbs.trust import trust
 
 SSHD = shutil.which("sshd", path="/usr/sbin:/usr/local/sbin:/usr/bin")
 pytestmark = pytest.mark.skipif(SSHD is None, reason="sshd is not installed here")
@@ -124,7 +124,7 @@ def open_host(folder: Path, **hosts: dict[str, Any]) -> SshHost:
 def ask(host: SshHost, folder: Path) -> dict[str, Any]:
     way = FramedTransport(host, BOOTSTRAP, lambda text, status: None)
     try:
-        return way.run(Program("environments"), {"root": str(folder), "do": "list"}, deadline=30).value
+        return way.run(Program("env"), {"root": str(folder), "do": "list"}, deadline=30).value
     finally:
         way.close()
 
@@ -141,12 +141,12 @@ def test_a_program_runs_and_one_connection_serves_several(server: Server, tmp_pa
     host = open_host(tmp_path, main=server.entry())
     way = FramedTransport(host, BOOTSTRAP, lambda text, status: None)
     for _ in range(3):
-        assert way.run(Program("environments"), {"root": str(tmp_path), "do": "list"}).value == {
+        assert way.run(Program("env"), {"root": str(tmp_path), "do": "list"}).value == {
             "environments": [],
             "interpreters": {},
         }
     transport = host.connect()
-    assert way.run(Program("environments"), {"root": str(tmp_path), "do": "list"}).value == {
+    assert way.run(Program("env"), {"root": str(tmp_path), "do": "list"}).value == {
         "environments": [],
         "interpreters": {},
     }
@@ -285,7 +285,7 @@ def test_a_command_that_says_nothing_is_left_at_the_deadline(server: Server, tmp
 def test_an_answer_is_taken_though_a_child_keeps_the_channel_open(server: Server, tmp_path: Path) -> None:
     host = open_host(tmp_path, main=server.entry())
     way = FramedTransport(host, f"{BOOTSTRAP}; sleep 60 &", lambda text, status: None)
-    assert way.run(Program("environments"), {"root": str(tmp_path), "do": "list"}).value == {
+    assert way.run(Program("env"), {"root": str(tmp_path), "do": "list"}).value == {
         "environments": [],
         "interpreters": {},
     }

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from dflash_ops.errors import ConfigurationError
-from dflash_ops.inventory import load_inventory
-from dflash_ops.launch import LaunchOptions, Plan, plan
-from dflash_ops.run import RootPaths
+from dflash_ops.inventory.load import load_inventory
+from dflash_ops.plan.plan import LaunchOptions, Plan, plan
+from dflash_ops.run.record import RootPaths
 
 INVENTORY = """\
 targets: {here: {host: local}}

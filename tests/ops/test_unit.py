@@ -14,8 +14,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dflash_ops.run import ExitRecord, RunPaths
-from dflash_ops.unit import base_environment, entry_script, env_file, on_exit_script, systemd_run_argv
+from dflash_ops.plan.unit import base_environment, entry_script, env_file, on_exit_script, systemd_run_argv
+from dflash_ops.run.record import ExitRecord, RunPaths
 
 PATHS = RunPaths(PurePosixPath("/var/lib/dflash/runs/r1"))
 VALUES = st.text(st.characters(blacklist_characters="\0", blacklist_categories=["Cs"]))

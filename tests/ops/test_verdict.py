@@ -7,10 +7,10 @@ import itertools
 import pytest
 
 from dflash_ops.errors import Exit
-from dflash_ops.probes.gpu import GpuNone, GpuReading, GpuUnknown
-from dflash_ops.probes.log import Disk, LogGone, LogReading, LogUnknown
-from dflash_ops.probes.snapshot import Checkpoint, Cpu, quiet_after_of
-from dflash_ops.probes.unit import (
+from dflash_ops.run.probes.gpu import GpuNone, GpuReading, GpuUnknown
+from dflash_ops.run.probes.log import Disk, LogGone, LogReading, LogUnknown
+from dflash_ops.run.probes.snapshot import Checkpoint, Cpu, quiet_after_of
+from dflash_ops.run.probes.unit import (
     Ending,
     UnitAbsent,
     UnitEnded,
@@ -19,7 +19,7 @@ from dflash_ops.probes.unit import (
     UnitStopping,
     UnitUnknown,
 )
-from dflash_ops.verdict import Failed, judge
+from dflash_ops.run.verdict import Failed, judge
 from tests.ops.evidence import (
     BOOT,
     EIGHT,

@@ -17,22 +17,24 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from dflash_ops import live, render
-from dflash_ops.checkpoint import checkpoint
 from dflash_ops.errors import Exit, UsageError
-from dflash_ops.exec import execute
-from dflash_ops.kill import KillOptions, kill, question
+from dflash_ops.remote import channel, files, preflight, process, systemd
 from dflash_ops.remote import checkpoint as remote_checkpoint
-from dflash_ops.remote import common, preflight
-from dflash_ops.remote import stop as remote_stop
-from dflash_ops.report import Status
-from dflash_ops.runs import runs
-from dflash_ops.seen import last_seen
-from dflash_ops.session import Session
-from dflash_ops.status import look, status, watch
+from dflash_ops.remote import kill as remote_stop
+from dflash_ops.run.last_known import last_seen
+from dflash_ops.run.status import Status
+from dflash_ops.show import answers, tables
+from dflash_ops.show import status as render
 from dflash_ops.transport.base import BadAnswer, Frame, Misconfigured, Program, RemoteRefusal, Unreachable
 from dflash_ops.transport.fake import FakeTransport
-from dflash_ops.wait import WaitOptions, wait
+from dflash_ops.verbs import reconnect as live
+from dflash_ops.verbs.checkpoint import checkpoint
+from dflash_ops.verbs.exec import execute
+from dflash_ops.verbs.kill import KillOptions, kill, question
+from dflash_ops.verbs.runs import runs
+from dflash_ops.verbs.session import Session
+from dflash_ops.verbs.status import look, status, watch
+from dflash_ops.verbs.wait import WaitOptions, wait
 from tests.ops.evidence import BOOT, INVENTORY, INVOCATION
 from tests.ops.inprocess import InProcess
 
@@ -108,8 +110,8 @@ class Container:
 def container(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Container:
     found = Container(tmp_path / "root")
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
-    monkeypatch.setattr(common, "boot_id", lambda: BOOT)
-    monkeypatch.setattr(common, "show_units", lambda units, timeout=10: {unit: found.units[unit] for unit in units})
+    monkeypatch.setattr(systemd, "boot_id", lambda: BOOT)
+    monkeypatch.setattr(systemd, "show_units", lambda units, timeout=10: {unit: found.units[unit] for unit in units})
     monkeypatch.setattr(live.time, "sleep", lambda seconds: None)
     return found
 
@@ -196,8 +198,8 @@ def test_no_record_of_a_run_can_steer_the_terminal(container: Container) -> None
 )
 def test_a_probe_that_answers_nonsense_is_refused_in_a_sentence(container: Container, change: dict[str, Any]) -> None:
     container.run("r1", alive())
-    value = container.session().call("probe", {"run": "r1"}).value
-    session = Session(INVENTORY, "lab", FakeTransport({"probe": [{**value, **change}]}), quiet=True)
+    value = container.session().call("status", {"run": "r1"}).value
+    session = Session(INVENTORY, "lab", FakeTransport({"status": [{**value, **change}]}), quiet=True)
     with pytest.raises(BadAnswer):
         status(session, "r1")
 
@@ -244,11 +246,11 @@ def test_a_name_that_is_no_run_name_goes_nowhere(container: Container) -> None:
 def test_an_unreachable_container_is_told_with_what_was_last_known(container: Container) -> None:
     container.run("r1", alive())
     status(container.session(), "r1")
-    down = Session(INVENTORY, "lab", FakeTransport({"probe": [Unreachable("node is down", "is it on?")]}))
+    down = Session(INVENTORY, "lab", FakeTransport({"status": [Unreachable("node is down", "is it on?")]}))
     with pytest.raises(Unreachable) as caught:
         status(down, None)
     assert caught.value.hint == "is it on?; r1 was running when last seen, 0s ago"
-    missing = Session(INVENTORY, "lab", FakeTransport({"probe": [Misconfigured("no key file", "make one")]}))
+    missing = Session(INVENTORY, "lab", FakeTransport({"status": [Misconfigured("no key file", "make one")]}))
     with pytest.raises(Misconfigured) as unset:
         status(missing, None)
     assert unset.value.hint == "make one"  # nothing was asked: what was seen before is no comfort
@@ -276,18 +278,18 @@ class Interrupted(FakeTransport):
 @pytest.mark.parametrize(
     ("verb", "events", "words"),
     [
-        (lambda session: runs(session, 5), {"history": []}, "nothing was changed"),
-        (lambda session: kill(session, KillOptions("r1")), {"stop": []}, "r1 may have been asked to stop"),
+        (lambda session: runs(session, 5), {"runs": []}, "nothing was changed"),
+        (lambda session: kill(session, KillOptions("r1")), {"kill": []}, "r1 may have been asked to stop"),
         (
             lambda session: kill(session, KillOptions(None)),
-            {"stop": [{"run": "r1", "state": "asked to stop"}]},
+            {"kill": [{"run": "r1", "state": "asked to stop"}]},
             "no longer waiting, but r1 was asked to stop; `dflash status r1` tells",
         ),
         (lambda session: checkpoint(session, "r1", 5), {"checkpoint": []}, "nothing was changed"),
         (lambda session: checkpoint(session, "r1", 5), {"checkpoint": [{"run": "r1"}]}, "r1 was asked to save"),
         (
             lambda session: execute(session, "r1", ["true"], io.BytesIO(), io.BytesIO()),
-            {"execute": []},
+            {"exec": []},
             "is ended with the connection",
         ),
     ],
@@ -309,7 +311,7 @@ def test_targets_of_one_name_in_two_inventories_are_not_mixed_up(container: Cont
 
 
 def test_an_answer_in_another_form_is_refused(container: Container) -> None:
-    odd = Session(INVENTORY, "lab", FakeTransport({"probe": [{"run": "r1", "time": "soon"}]}))
+    odd = Session(INVENTORY, "lab", FakeTransport({"status": [{"run": "r1", "time": "soon"}]}))
     with pytest.raises(BadAnswer):
         status(odd, "r1")
 
@@ -376,7 +378,7 @@ def test_runs_lists_the_newest_first_with_verdicts(container: Container) -> None
     answer = runs(session, 2)
     assert [(one.run, one.state) for one in answer.runs] == [("c", "running"), ("b", "lost")]
     assert (answer.total, session.transport.round_trips) == (3, 1)
-    assert "restarted" in shown(render.runs_table(answer))
+    assert "restarted" in shown(tables.runs_table(answer))
 
 
 # ---- wait --------------------------------------------------------------------------------------------------
@@ -416,7 +418,7 @@ def test_wait_says_the_end_once(container: Container, capsys: pytest.CaptureFixt
     container.run("r1", ABSENT, exit=WELL)
     session = container.session()
     session.quiet = False
-    render.show_waited(wait(session, WaitOptions("r1")))
+    answers.show_wait(wait(session, WaitOptions("r1")))
     seen = capsys.readouterr()
     assert (seen.out.count("succeeded"), seen.err) == (1, "")
 
@@ -434,7 +436,7 @@ def test_a_run_that_ended_has_no_time_left(container: Container) -> None:
 def test_piped_answers_end_where_their_text_does(container: Container, capsys: pytest.CaptureFixture[str]) -> None:
     container.run("r1", alive())
     render.show_status(status(container.session(), "r1"))
-    render.show_runs(runs(container.session(), 5))
+    tables.show_runs(runs(container.session(), 5))
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) > 5
     assert [line for line in lines if line != line.rstrip()] == []
@@ -447,7 +449,7 @@ def test_a_long_reason_is_one_line_of_the_table(container: Container) -> None:
     answer = runs(container.session(), 5)
     assert len(answer.runs[0].reason) > 100
     stream = io.StringIO()
-    Console(file=stream, width=100).print(render.runs_table(answer))
+    Console(file=stream, width=100).print(tables.runs_table(answer))
     assert len(stream.getvalue().splitlines()) == 2
 
 
@@ -581,7 +583,7 @@ def test_a_kill_waits_for_a_launch_that_is_under_way(container: Container, monke
         stopped.append(words)
         container.units["dflash-r1.service"] = ABSENT
 
-    monkeypatch.setattr(common, "locked", locked)
+    monkeypatch.setattr(files, "locked", locked)
     monkeypatch.setattr(remote_stop, "_systemctl", systemctl)
     assert kill(container.session(), KillOptions("r1")).outcome == "stopped"
     assert stopped
@@ -613,8 +615,8 @@ def test_a_stop_that_systemd_refuses_leaves_no_trace_in_the_verdict(
     container: Container, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = container.run("r1", alive())
-    refused = common.Completed(1, "", "Failed to stop: Transaction is destructive.\n", "")
-    monkeypatch.setattr(common, "call", lambda *_, **__: refused)
+    refused = process.Completed(1, "", "Failed to stop: Transaction is destructive.\n", "")
+    monkeypatch.setattr(process, "call", lambda *_, **__: refused)
     with pytest.raises(RemoteRefusal, match="did not stop the run r1: Failed to stop") as caught:
         kill(container.session(), KillOptions("r1"))
     assert "systemctl status" in caught.value.hint
@@ -628,11 +630,11 @@ def test_a_stop_for_a_unit_that_just_ended_leaves_its_reason(
 ) -> None:
     folder = container.run("r1", alive())
 
-    def call(*_: Any, **__: Any) -> common.Completed:
+    def call(*_: Any, **__: Any) -> process.Completed:
         end_by_itself(container, folder, "exited", "1", after=0)
-        return common.Completed(5, "", "Failed to stop: Unit not loaded.\n", "")
+        return process.Completed(5, "", "Failed to stop: Unit not loaded.\n", "")
 
-    monkeypatch.setattr(common, "call", call)
+    monkeypatch.setattr(process, "call", call)
     answer = kill(container.session(), KillOptions("r1", force=True))
     assert (answer.outcome, answer.verdict.state) == ("already-ended", "failed")
 
@@ -643,7 +645,7 @@ def test_a_kill_that_dies_before_systemd_is_asked_does_not_claim_a_later_end(
 ) -> None:
     folder = container.run("r1", alive())
     with monkeypatch.context() as patch:
-        patch.setattr(remote_stop, "_systemctl", lambda *_: (_ for _ in ()).throw(common.PeerGone))
+        patch.setattr(remote_stop, "_systemctl", lambda *_: (_ for _ in ()).throw(channel.PeerGone))
         with pytest.raises(Unreachable):
             kill(container.session(), KillOptions("r1", grace=grace))
     assert json.loads((folder / "kill-requested.json").read_text())["sent"] is False
