@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 
 from dflash_ops.inventory.models import Inventory
-from dflash_ops.remote.gc import _age
 from dflash_ops.transport.local import local_transport
 from dflash_ops.verbs.gc import GcOptions, GcReport, look, remove
 from dflash_ops.verbs.session import Session
@@ -49,16 +48,6 @@ def make_run(session: Session, name: str, days: float, *, ended: bool = True, **
     if ended:
         (run / "exit.json").write_text("{}")
     age_of(run, days)
-
-
-def test_how_long_ago_is_said_in_the_unit_that_fits() -> None:
-    assert [_age(seconds) for seconds in (5, 61, 7300, 86400, 3e6)] == [
-        "less than a minute",
-        "1 minute",
-        "2 hours",
-        "1 day",
-        "34 days",
-    ]
 
 
 def make_folder(session: Session, path: str, days: float = 30) -> None:

@@ -14,7 +14,7 @@ from dflash_ops.transport.fake import FakeTransport
 from dflash_ops.verbs.resume import ResumeOptions, resume
 from dflash_ops.verbs.session import Session
 from tests.ops.evidence import spec
-from tests.ops.test_launch import PREFLIGHT, snapshot
+from tests.ops.jobs import PREFLIGHT, snapshot
 
 INVENTORY = """\
 targets: {here: {host: local}}

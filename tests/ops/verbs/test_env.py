@@ -3,80 +3,25 @@
 from __future__ import annotations
 
 import json
-import os
-import shutil
 import subprocess
-import sys
-import zipfile
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from dflash_ops.errors import ConfigurationError, DflashError, UsageError
-from dflash_ops.inventory.load import load_inventory
 from dflash_ops.plan.interpreter import interpreter
-from dflash_ops.transport.local import local_transport
 from dflash_ops.show.answers import show_env_list
 from dflash_ops.verbs.env import build, listing, platform_tags, uses
 from dflash_ops.verbs.session import Session
+from tests.ops.locked import UV
 
-UV = shutil.which("uv") or shutil.which("uv", path=str(Path(sys.executable).parent))
 needs_uv = pytest.mark.skipif(UV is None, reason="uv is not installed here")
-
-
-def make_wheel(folder: Path, name: str = "tiny_thing", version: str = "1.0") -> None:
-    """A wheel of one module, so that no package index is asked."""
-    folder.mkdir(parents=True, exist_ok=True)
-    info = f"{name}-{version}.dist-info"
-    with zipfile.ZipFile(folder / f"{name}-{version}-py3-none-any.whl", "w") as wheel:
-        wheel.writestr(f"{name}.py", "value = 42\n")
-        wheel.writestr(f"{info}/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
-        wheel.writestr(
-            f"{info}/WHEEL", "Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
-        )
-        wheel.writestr(f"{info}/RECORD", f"{name}.py,,\n{info}/METADATA,,\n{info}/WHEEL,,\n{info}/RECORD,,\n")
-
-
-@pytest.fixture
-def session(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Session:
-    make_wheel(tmp_path / "index")
-    monkeypatch.setenv("PIP_NO_INDEX", "1")
-    monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path / "index"))
-    monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
-    if UV is not None:
-        monkeypatch.setenv("PATH", f"{Path(UV).parent}:{os.environ['PATH']}")
-    (tmp_path / "lock.txt").write_text("tiny-thing==1.0\n")
-    (tmp_path / "bad.txt").write_text("no-such-thing==1.0\n")
-    (tmp_path / "inventory.yaml").write_text(
-        "targets: {here: {host: local}}\n"
-        "environments:\n"
-        "  there: {python: /opt/venv/bin/python}\n"
-        f"  locked: {{lock: lock.txt, python: {sys.executable}}}\n"
-        f"  bad: {{lock: bad.txt, python: {sys.executable}}}\n"
-    )
-    inventory = load_inventory(tmp_path / "inventory.yaml")
-    return Session(inventory, "here", local_transport(), str(tmp_path / "root"), quiet=True)
 
 
 def names(session: Session, folder: str) -> list[str]:
     path = Path(session.root, folder)
     return sorted(entry.name for entry in path.iterdir() if not entry.name.startswith(".")) if path.exists() else []
-
-
-def test_the_place_of_a_locked_environment_follows_its_lock_and_python(session: Session, tmp_path: Path) -> None:
-    first = interpreter(session.inventory, "locked", session.paths)
-    assert first.lock is not None
-    assert first.path == f"{session.root}/env/{first.lock}/bin/python"
-    (tmp_path / "lock.txt").write_text("tiny-thing==2.0\n")
-    assert interpreter(session.inventory, "locked", session.paths).lock != first.lock
-    assert interpreter(session.inventory, "there", session.paths).path == "/opt/venv/bin/python"
-
-
-def test_a_lock_file_that_is_missing_is_named(session: Session, tmp_path: Path) -> None:
-    (tmp_path / "lock.txt").unlink()
-    with pytest.raises(ConfigurationError, match=r"lock\.txt of environment locked"):
-        interpreter(session.inventory, "locked", session.paths)
 
 
 def test_an_environment_that_names_an_interpreter_cannot_be_built(session: Session) -> None:
@@ -171,9 +116,3 @@ def test_an_interpreter_s_runs_are_listed_and_every_line_says_what_it_is(
     lines = capsys.readouterr().out.splitlines()
     assert "interpreter   there: /opt/venv/bin/python, 1 run" in lines
     assert "not built     locked: `dflash env build locked` builds it" in lines
-
-
-def test_the_inventory_in_use_is_named(session: Session) -> None:
-    with pytest.raises(UsageError) as caught:
-        build(session, "there")
-    assert str(session.inventory.path) in caught.value.hint

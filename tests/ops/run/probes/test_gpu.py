@@ -23,7 +23,7 @@ from dflash_ops.run.probes.gpu import (
 )
 from dflash_ops.run.record import GpuRoles
 
-FIXTURES = sorted((Path(__file__).parent / "fixtures" / "gpu").glob("*.json"))
+FIXTURES = sorted((Path(__file__).parents[2] / "fixtures" / "gpu").glob("*.json"))
 
 
 @pytest.mark.parametrize("path", FIXTURES, ids=lambda path: path.stem)

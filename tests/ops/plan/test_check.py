@@ -96,7 +96,7 @@ def test_a_mistake_is_named_where_it_was_made(
 
 def test_the_project_s_own_jobs_are_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_TOKEN", "x")
-    inventory = load_inventory(Path(__file__).parents[2] / "inventory.yaml")
+    inventory = load_inventory(Path(__file__).parents[3] / "inventory.yaml")
     for job in inventory.jobs:
         target = (inventory.jobs[job].targets or ["lab"])[0]
         assert plan(inventory, target, RootPaths("/var/lib/dflash"), LaunchOptions(job, "r1")).config

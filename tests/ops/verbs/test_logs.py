@@ -44,13 +44,6 @@ END = {
 }
 
 
-@pytest.fixture
-def log(tmp_path: Path) -> Path:
-    folder = tmp_path / "runs" / "r1"
-    folder.mkdir(parents=True)
-    return folder / "log"
-
-
 @pytest.fixture(autouse=True)
 def no_systemd(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """The run goes on while the test has something left to do, and ends then."""
@@ -209,35 +202,6 @@ def test_no_follow_shows_what_is_there_and_returns(log: Path, monkeypatch: pytes
     log.write_text("one\n")
     transport = InProcess(log.parents[2], polls=[lambda: pytest.fail("it waited")])
     assert shown(transport, monkeypatch, follow=False)[0] == "one\n"
-
-
-@pytest.mark.parametrize("count", range(6))
-@pytest.mark.parametrize("content", ["", "a\n", "a\nb\nc", "\n\n\n", "a\nbb\nccc\ndddd\n"])
-@pytest.mark.parametrize("chunk", [1, 2, 5, 1000])
-def test_the_last_lines_begin_where_they_should(
-    log: Path, monkeypatch: pytest.MonkeyPatch, count: int, content: str, chunk: int
-) -> None:
-    monkeypatch.setattr(remote_logs, "CHUNK", chunk)
-    log.write_text(content)
-    with log.open("rb") as stream:
-        begin = remote_logs.start_of_last_lines(stream, len(content), count)
-    expected = content.splitlines(keepends=True)[-count:] if count else []
-    assert content[begin:] == "".join(expected)
-
-
-@pytest.mark.parametrize("second", range(-1, 12))
-def test_since_begins_at_the_first_line_of_that_time(log: Path, second: int) -> None:
-    lines = [f"2026-11-30T07:20:{i:02d}.500Z INFO main {i}\nTraceback {i}\n" for i in range(0, 10, 2)]
-    content = "no stamp at all\n" + "".join(lines)
-    log.write_text(content)
-    moment = parse_since("2026-11-30T07:20:00Z") + second
-    with log.open("rb") as stream:
-        begin = remote_logs.start_since(stream, len(content), moment)
-    assert content[begin:] == "".join(
-        line
-        for i, line in zip(range(0, 10, 2), lines, strict=True)
-        if i + 0.5 >= moment - parse_since("2026-11-30T07:20:00Z")
-    )
 
 
 def test_grep_with_lines_shows_the_last_matches(log: Path, monkeypatch: pytest.MonkeyPatch) -> None:

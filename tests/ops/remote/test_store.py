@@ -1,4 +1,4 @@
-"""A release is its contents: same files, same name; in the container it is there whole or not at all."""
+"""Files are stored whole and verified, or not at all."""
 
 from __future__ import annotations
 
@@ -10,18 +10,10 @@ from typing import Any
 import pytest
 
 from dflash_ops.errors import ConfigurationError
-from dflash_ops.plan.release import Release, ReleaseFile, pack, release_name, trainer_source
+from dflash_ops.plan.release import Release, ReleaseFile, pack, release_name
 from dflash_ops.transport.base import Program, RemoteRefusal
 from dflash_ops.transport.local import local_transport
-
-
-def make_package(folder: Path, text: str = "print('hello')\n") -> Path:
-    source = folder / "package"
-    (source / "inner").mkdir(parents=True, exist_ok=True)
-    (source / "__main__.py").write_text(text)
-    (source / "inner/日 $x.py").write_text("x = 1\n")
-    (source / "empty.txt").write_text("")
-    return source
+from tests.ops.packages import make_package
 
 
 def store(root: Path, release: Release, payload: Iterator[bytes] | None = None, **changes: Any) -> dict[str, Any]:
@@ -33,54 +25,6 @@ def store(root: Path, release: Release, payload: Iterator[bytes] | None = None, 
 def stored(root: Path) -> list[str]:
     base = root / "releases"
     return sorted(entry.name for entry in base.iterdir() if not entry.name.startswith(".")) if base.exists() else []
-
-
-def test_the_name_follows_the_contents_and_nothing_else(tmp_path: Path) -> None:
-    first = pack(make_package(tmp_path / "a"))
-    copy = make_package(tmp_path / "b")
-    os.utime(copy / "__main__.py", (0, 0))
-    (copy / "__pycache__").mkdir()
-    (copy / "__pycache__/x.pyc").write_text("x")
-    (copy / ".hidden").write_text("x")
-    (copy / "notes.txt~").write_text("x")
-    assert pack(copy).name == first.name
-    (copy / "__main__.py").write_text("print('other')\n")
-    assert pack(copy).name != first.name
-
-
-def test_mode_and_path_are_part_of_the_name(tmp_path: Path) -> None:
-    source = make_package(tmp_path)
-    plain = pack(source).name
-    (source / "empty.txt").chmod(0o755)
-    executable = pack(source).name
-    (source / "empty.txt").rename(source / "renamed.txt")
-    assert len({plain, executable, pack(source).name}) == 3
-
-
-@pytest.mark.parametrize(
-    ("spoil", "said"),
-    [
-        (lambda source: (source / "link.py").symlink_to("/etc/passwd"), "symbolic link"),
-        (lambda source: (source / "folder").symlink_to("/etc"), "symbolic link"),
-        (lambda source: (source / "a\nb.py").write_text("x"), "control characters"),
-        (lambda source: (source / "__main__.py").unlink(), "no __main__.py"),
-        (lambda source: Path(os.fsdecode(os.fsencode(source) + b"/\xff.py")).write_text("x"), "not UTF-8"),
-    ],
-)
-def test_what_cannot_be_shipped_is_refused_by_name(tmp_path: Path, spoil: Any, said: str) -> None:
-    source = make_package(tmp_path)
-    spoil(source)
-    with pytest.raises(ConfigurationError, match=said):
-        pack(source)
-
-
-def test_a_file_that_changes_while_it_is_sent_is_noticed(tmp_path: Path) -> None:
-    source = make_package(tmp_path)
-    release = pack(source)
-    (source / "__main__.py").write_text("print('changed')\n")
-    with pytest.raises(ConfigurationError, match="changed while it was sent"):
-        store(tmp_path / "root", release)
-    assert stored(tmp_path / "root") == []
 
 
 def test_a_stored_release_is_the_source_and_is_stored_once(tmp_path: Path) -> None:
@@ -153,6 +97,10 @@ def test_old_leavings_of_cut_off_uploads_are_swept(tmp_path: Path) -> None:
     assert stored(tmp_path / "root") == sorted([release.name, young.name])
 
 
-def test_the_trainer_beside_dflash_can_be_shipped() -> None:
-    release = pack(trainer_source())
-    assert "__main__.py" in {file.path for file in release.files}
+def test_a_file_that_changes_while_it_is_sent_is_noticed(tmp_path: Path) -> None:
+    source = make_package(tmp_path)
+    release = pack(source)
+    (source / "__main__.py").write_text("print('changed')\n")
+    with pytest.raises(ConfigurationError, match="changed while it was sent"):
+        store(tmp_path / "root", release)
+    assert stored(tmp_path / "root") == []
