@@ -90,7 +90,7 @@ def _common(
     Common.so_far = "nothing was changed"
 
 
-def _known(what: Literal["targets", "jobs", "hosts", "environments"]) -> Callable[[str], list[str]]:
+def _known(what: Literal["containers", "jobs", "hosts", "environments"]) -> Callable[[str], list[str]]:
     """Completes names of the inventory. Completion never fails and never connects."""
 
     def complete(incomplete: str) -> list[str]:
@@ -106,16 +106,16 @@ def _known(what: Literal["targets", "jobs", "hosts", "environments"]) -> Callabl
 
 
 def _known_runs(context: typer.Context, incomplete: str) -> list[str]:
-    """Completes runs of the target that this machine has seen."""
+    """Completes runs of the container that this machine has seen."""
     from dflash_ops.inventory.load import load_inventory
     from dflash_ops.run.last_known import names
 
     try:
         inventory = load_inventory(Common.inventory)
-        target, _ = inventory.target(context.params.get("target"))
+        container, _ = inventory.container(context.params.get("container"))
     except DflashError:
         return []
-    return [name for name in names(inventory.path, target) if name.startswith(incomplete)]
+    return [name for name in names(inventory.path, container) if name.startswith(incomplete)]
 
 
 def _finite(value: float | None) -> float | None:
@@ -125,20 +125,22 @@ def _finite(value: float | None) -> float | None:
     return value
 
 
-TargetOption = Annotated[
+ContainerOption = Annotated[
     str | None,
-    typer.Option("--target", "-t", help="Default: the inventory's", metavar="NAME", autocompletion=_known("targets")),
+    typer.Option(
+        "--container", "-c", help="Default: the inventory's", metavar="NAME", autocompletion=_known("containers")
+    ),
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="One JSON document on stdout, nothing else there")]
 
 
-def session(target: str | None, *, json: bool = False) -> "Session":
+def session(container: str | None, *, json: bool = False) -> "Session":
     """The session of a verb, from the inventory that the options name."""
     from dflash_ops.inventory.load import load_inventory
     from dflash_ops.verbs.session import open_session
 
     Common.json = json
-    Common.session = open_session(load_inventory(Common.inventory), target)
+    Common.session = open_session(load_inventory(Common.inventory), container)
     return Common.session
 
 
@@ -152,7 +154,7 @@ def show(model: "BaseModel", *, json: bool, render: Callable[[Any], None]) -> No
 
 RunArgument = Annotated[
     str | None,
-    typer.Argument(help="Default: the newest run of the target", metavar="RUN", autocompletion=_known_runs),
+    typer.Argument(help="Default: the newest run of the container", metavar="RUN", autocompletion=_known_runs),
 ]
 
 
@@ -163,7 +165,7 @@ def launch(
         typer.Argument(help="Default: the inventory's default job", metavar="JOB", autocompletion=_known("jobs")),
     ] = None,
     run: Annotated[str | None, typer.Option("--run", help="Name of the run; default: job and time")] = None,
-    target: TargetOption = None,
+    container: ContainerOption = None,
     set_: Annotated[
         list[str] | None, typer.Option("--set", help="Of the trainer's configuration, as optimizer.lr=1e-4")
     ] = None,
@@ -185,18 +187,18 @@ def launch(
     json: JsonOption = False,
 ) -> None:
     """Start a run; return when it is true that it runs."""
-    with session(target, json=json) as opened:
+    with session(container, json=json) as opened:
         from dflash_ops.plan.plan import LaunchOptions, plan
         from dflash_ops.show.answers import show_launch, show_plan
         from dflash_ops.verbs import launch as verb
 
         options = LaunchOptions(job, run, tuple(set_ or ()), wait, timeout, replace)
-        asked = plan(opened.inventory, opened.target_name, opened.paths, options)
+        asked = plan(opened.inventory, opened.container_name, opened.paths, options)
         if dry_run:
             if json:
                 from json import dumps
 
-                print(dumps({"schema": 1, "spec": asked.spec, "argv": asked.argv}, indent=2))
+                print(dumps({"schema": 1, "kind": "launch", "spec": asked.spec, "argv": asked.argv}, indent=2))
             else:
                 show_plan(asked)
             return
@@ -206,7 +208,7 @@ def launch(
 @app.command()
 def kill(
     run: RunArgument = None,
-    target: TargetOption = None,
+    container: ContainerOption = None,
     grace: Annotated[
         float, typer.Option("--grace", help="Seconds from SIGTERM to SIGKILL", min=0, callback=_finite)
     ] = 45,
@@ -215,7 +217,7 @@ def kill(
     json: JsonOption = False,
 ) -> None:
     """End a run: it may save first. Returns when it is gone."""
-    with session(target, json=json) as opened:
+    with session(container, json=json) as opened:
         from dflash_ops.show.answers import show_kill
         from dflash_ops.verbs import kill as verb
         from dflash_ops.verbs.status import look
@@ -231,7 +233,7 @@ def kill(
 @app.command()
 def status(
     run: RunArgument = None,
-    target: TargetOption = None,
+    container: ContainerOption = None,
     watch: Annotated[bool, typer.Option("--watch", "-w", help="Keep looking, over one connection")] = False,
     exit_code: Annotated[
         bool,
@@ -245,7 +247,7 @@ def status(
     """How a run is: its unit, log and GPUs, each asked for itself, and what follows from them."""
     if watch and json:
         raise UsageError("--watch draws a live view, --json prints one document", "use one of the two")
-    with session(target, json=json) as opened:
+    with session(container, json=json) as opened:
         from dflash_ops.verbs import status as verb
 
         def shown() -> ModuleType:  # Rich, too, is imported while the container answers
@@ -265,7 +267,7 @@ def status(
 @app.command("tail-logs")
 def tail_logs(
     run: RunArgument = None,
-    target: TargetOption = None,
+    container: ContainerOption = None,
     lines: Annotated[
         int | None, typer.Option("--lines", "-n", min=0, help="Last lines (with --grep: last matches) to begin with")
     ] = None,
@@ -280,7 +282,7 @@ def tail_logs(
     pattern = verb.parse_grep(grep) if grep is not None else None
     if lines is None and begin is None and pattern is None:
         lines = 50
-    with session(target) as opened:
+    with session(container) as opened:
         from dflash_ops.show.answers import verdict_line
 
         try:
@@ -296,12 +298,12 @@ def tail_logs(
 
 @app.command()
 def runs(
-    target: TargetOption = None,
+    container: ContainerOption = None,
     count: Annotated[int, typer.Option("--count", "-n", min=1, max=1000, help="Newest runs to show")] = 20,
     json: JsonOption = False,
 ) -> None:
-    """The runs of a target, newest first, each with its verdict."""
-    with session(target, json=json) as opened:
+    """The runs of a container, newest first, each with its verdict."""
+    with session(container, json=json) as opened:
         from dflash_ops.show.tables import show_runs
         from dflash_ops.verbs import runs as verb
 
@@ -311,7 +313,7 @@ def runs(
 @app.command()
 def wait(
     run: RunArgument = None,
-    target: TargetOption = None,
+    container: ContainerOption = None,
     goal: Annotated[
         Literal["started", "step", "finished"], typer.Option("--for", help="What is waited for")
     ] = "finished",
@@ -321,7 +323,7 @@ def wait(
     json: JsonOption = False,
 ) -> None:
     """Wait for a run; exits 0 when it came so far, else as it stands: 100 failed, 101 not finished, 103, 104."""
-    with session(target, json=json) as opened:
+    with session(container, json=json) as opened:
         from dflash_ops.show.answers import show_wait
         from dflash_ops.verbs import wait as verb
 
@@ -333,12 +335,12 @@ def wait(
 @app.command()
 def checkpoint(
     run: RunArgument = None,
-    target: TargetOption = None,
+    container: ContainerOption = None,
     timeout: Annotated[float, typer.Option("--timeout", help="Seconds to wait for it", min=1, callback=_finite)] = 600,
     json: JsonOption = False,
 ) -> None:
     """Ask a running trainer to save now; return when the checkpoint is whole."""
-    with session(target, json=json) as opened:
+    with session(container, json=json) as opened:
         from dflash_ops.show.answers import show_checkpoint
         from dflash_ops.verbs import checkpoint as verb
 
@@ -348,7 +350,7 @@ def checkpoint(
 @app.command()
 def pull(
     run: Annotated[str, typer.Argument(help="The run", metavar="RUN", autocompletion=_known_runs)],
-    target: TargetOption = None,
+    container: ContainerOption = None,
     what: Annotated[
         Literal["checkpoints", "metrics", "log", "all"],
         typer.Option("--what", help="checkpoints, metrics, log or all", metavar="FILES"),
@@ -357,7 +359,7 @@ def pull(
     json: JsonOption = False,
 ) -> None:
     """Bring what a run made here: resumed where it broke off, verified by hash, in place only when whole."""
-    with session(target, json=json) as opened:
+    with session(container, json=json) as opened:
         from dflash_ops.progress import progress_bar
         from dflash_ops.show.answers import show_pull
         from dflash_ops.verbs import pull as verb
@@ -369,14 +371,14 @@ def pull(
 
 @app.command()
 def doctor(
-    target: Annotated[str | None, typer.Argument(help="Default: the inventory's", metavar="TARGET")] = None,
+    container: Annotated[str | None, typer.Argument(help="Default: the inventory's", metavar="CONTAINER")] = None,
     environment: Annotated[
         str | None, typer.Option("--environment", "-e", help="Default: the default job's, or the only one")
     ] = None,
     json: JsonOption = False,
 ) -> None:
     """Look at everything between here and the GPUs; each line says what is, and the cure. Exits 78 if one fails."""
-    with session(target, json=json) as opened:
+    with session(container, json=json) as opened:
         from dflash_ops.show.tables import show_doctor
         from dflash_ops.verbs import doctor as verb
 
@@ -389,11 +391,11 @@ def doctor(
 def diff(
     run_a: Annotated[str, typer.Argument(help="A run", metavar="RUN_A", autocompletion=_known_runs)],
     run_b: Annotated[str, typer.Argument(help="Another", metavar="RUN_B", autocompletion=_known_runs)],
-    target: TargetOption = None,
+    container: ContainerOption = None,
     json: JsonOption = False,
 ) -> None:
     """What differs between two runs: packages, driver, GPUs, code, configuration, data, cache, environment."""
-    with session(target, json=json) as opened:
+    with session(container, json=json) as opened:
         from dflash_ops.show.tables import show_diff
         from dflash_ops.verbs import diff as verb
 
@@ -404,7 +406,7 @@ def diff(
 def resume(
     run: Annotated[str, typer.Argument(help="The run that ended", metavar="RUN", autocompletion=_known_runs)],
     name: Annotated[str | None, typer.Option("--run", help="Name of the new run; default: job and time")] = None,
-    target: TargetOption = None,
+    container: ContainerOption = None,
     set_: Annotated[
         list[str] | None, typer.Option("--set", help="Change the configuration, as optimizer.lr=1e-4")
     ] = None,
@@ -420,7 +422,7 @@ def resume(
     json: JsonOption = False,
 ) -> None:
     """Go on from a run's newest checkpoint, in a new run with the same code, configuration and environment."""
-    with session(target, json=json) as opened:
+    with session(container, json=json) as opened:
         from dflash_ops.show.answers import show_launch
         from dflash_ops.verbs import resume as verb
 
@@ -433,9 +435,9 @@ app.add_typer(environments, name="env")
 
 
 @environments.command("list")
-def env_list(target: TargetOption = None, json: JsonOption = False) -> None:
+def env_list(container: ContainerOption = None, json: JsonOption = False) -> None:
     """The environments of the inventory, and what is built in the container."""
-    with session(target, json=json) as opened:
+    with session(container, json=json) as opened:
         from dflash_ops.show.answers import show_env_list
         from dflash_ops.verbs import env as verb
 
@@ -448,14 +450,14 @@ def env_build(
         str | None,
         typer.Argument(help="Default: the only one", metavar="NAME", autocompletion=_known("environments")),
     ] = None,
-    target: TargetOption = None,
+    container: ContainerOption = None,
     offline: Annotated[
         bool, typer.Option("--offline", help="Fetch the wheels here and send them: the container needs no network")
     ] = False,
     json: JsonOption = False,
 ) -> None:
     """Build a locked environment in the container, beside those that are there."""
-    with session(target, json=json) as opened:
+    with session(container, json=json) as opened:
         from dflash_ops.show.answers import show_env_build
         from dflash_ops.verbs import env as verb
 
@@ -466,11 +468,11 @@ def env_build(
 @environments.command("uses")
 def env_uses(
     name: Annotated[str, typer.Argument(help="Name, or the beginning of its hash", metavar="NAME")],
-    target: TargetOption = None,
+    container: ContainerOption = None,
     json: JsonOption = False,
 ) -> None:
     """The runs that were launched with an environment."""
-    with session(target, json=json) as opened:
+    with session(container, json=json) as opened:
         from dflash_ops.show.answers import show_env_uses
         from dflash_ops.verbs import env as verb
 
@@ -513,10 +515,10 @@ def exec_(
         ),
     ],
     argv: Annotated[list[str], typer.Argument(help="Command and arguments, after `--`", metavar="COMMAND")],
-    target: TargetOption = None,
+    container: ContainerOption = None,
 ) -> None:
     """Run a command in the container as the trainer of a run does; its exit code is the command's."""
-    with session(target) as opened:
+    with session(container) as opened:
         from dflash_ops.verbs.exec import execute
 
         raise CommandEnded(execute(opened, run, argv, sys.stdout.buffer, sys.stderr.buffer))
@@ -524,7 +526,7 @@ def exec_(
 
 @app.command()
 def gc(
-    target: TargetOption = None,
+    container: ContainerOption = None,
     keep: Annotated[int, typer.Option("--keep", min=0, help="Newest ended runs that stay")] = 10,
     older_than: Annotated[
         float,
@@ -546,7 +548,7 @@ def gc(
 
     Lists, unless --remove. What a live run uses stays.
     """
-    with session(target, json=json) as opened:
+    with session(container, json=json) as opened:
         from dflash_ops.show.answers import show_gc
         from dflash_ops.verbs import gc as verb
 
@@ -555,7 +557,7 @@ def gc(
         if remove and found.items:
             if not yes:
                 show_gc(found)
-                confirm(f"Remove these from {opened.target_name}?")
+                confirm(f"Remove these from {opened.container_name}?")
             found = verb.remove(opened, options, found)
         show(found, json=json, render=show_gc)
 

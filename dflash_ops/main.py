@@ -41,7 +41,7 @@ def _say(error: DflashError) -> None:
         import json
 
         body = {"code": error.code, "message": error.message, "hint": error.hint, "lines": error.lines}
-        print(json.dumps({"schema": 1, "error": body}))
+        print(json.dumps({"schema": 1, "kind": "error", "error": body}))
     red, plain = ("\x1b[31m", "\x1b[0m") if sys.stderr.isatty() and "NO_COLOR" not in os.environ else ("", "")
     for line in error.lines:
         print(f"  | {visible(line)}", file=sys.stderr)

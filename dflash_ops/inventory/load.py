@@ -14,13 +14,13 @@ from pydantic import (
 
 from dflash_ops.errors import ConfigurationError
 from dflash_ops.inventory.models import (
+    ContainerEntry,
     Entry,
     EnvironmentEntry,
     GpuEntry,
     HostEntry,
     Inventory,
     JobEntry,
-    TargetEntry,
     listed,
 )
 
@@ -48,7 +48,7 @@ def load_inventory(given: Path | None = None) -> Inventory:
         raise ConfigurationError(f"the inventory {path} is larger than {MAX_BYTES >> 20} MiB", "is it the right file?")
     value, lines = read_yaml(data, path)
     if not isinstance(value, dict):
-        raise ConfigurationError(f"{path}:1: the inventory must be a mapping", "begin with `targets:`")
+        raise ConfigurationError(f"{path}:1: the inventory must be a mapping", "begin with `containers:`")
     if "path" in value:
         raise ConfigurationError(f"{path}:{lines.get(('path',), 1)}: unknown key `path`", "remove it")
     try:
@@ -127,6 +127,9 @@ def _explained(error: ValidationError, path: Path, lines: Lines) -> Configuratio
     dotted = ".".join(str(part) for part in where)
     line = lines.get(where, 1)
     if first["type"] == "extra_forbidden":
+        new = _RENAMED.get(str(loc[-1])) if len(loc) == 1 or (loc[0] == "jobs" and len(loc) == 3) else None
+        if new is not None:
+            return ConfigurationError(f"{path}:{line}: `{dotted}` is now spelled `{new}`", f"write `{new}:` there")
         near = difflib.get_close_matches(str(loc[-1]), _known_keys(loc[:-1]), 1)
         hint = f"did you mean `{near[0]}`?" if near else f"known here: {', '.join(_known_keys(loc[:-1]))}"
         return ConfigurationError(f"{path}:{line}: unknown key `{dotted}`", hint)
@@ -137,9 +140,11 @@ def _explained(error: ValidationError, path: Path, lines: Lines) -> Configuratio
     return ConfigurationError(f"{path}:{line}: `{dotted}`: {message}", "correct it there")
 
 
+# What stands under these keys is a container; `target` is the model.
+_RENAMED = {"targets": "containers", "default_target": "default_container"}
 _SECTIONS: dict[str, type[Entry]] = {
     "hosts": HostEntry,
-    "targets": TargetEntry,
+    "containers": ContainerEntry,
     "environments": EnvironmentEntry,
     "jobs": JobEntry,
 }
@@ -162,12 +167,12 @@ def _check_references(inventory: Inventory, path: Path, lines: Lines) -> None:
             hint = f"did you mean `{near[0]}`?" if near else f"known: {listed(known)}"
             raise ConfigurationError(f"{path}:{lines.get(where, 1)}: there is no {what} `{name}`", hint)
 
-    check("target", inventory.default_target, inventory.targets, "default_target")
+    check("container", inventory.default_container, inventory.containers, "default_container")
     check("job", inventory.default_job, inventory.jobs, "default_job")
-    for key, target in inventory.targets.items():
-        if target.host != "local":
-            check("host", target.host, inventory.hosts, "targets", key, "host")
+    for key, container in inventory.containers.items():
+        if container.host != "local":
+            check("host", container.host, inventory.hosts, "containers", key, "host")
     for key, job in inventory.jobs.items():
         check("environment", job.environment, inventory.environments, "jobs", key, "environment")
-        for index, target_name in enumerate(job.targets or ()):
-            check("target", target_name, inventory.targets, "jobs", key, "targets", index)
+        for index, container_name in enumerate(job.containers or ()):
+            check("container", container_name, inventory.containers, "jobs", key, "containers", index)

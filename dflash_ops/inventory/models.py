@@ -1,4 +1,4 @@
-"""Which hosts, targets, environments and jobs are there? inventory.yaml, checked; errors name file, line and cure."""
+"""Holds what inventory.yaml may say: hosts, containers, environments and jobs."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ class HostEntry(Entry):
     cure: str | None = Field(None, description="Said in place of general advice when the host is down")
 
 
-class TargetEntry(Entry):
+class ContainerEntry(Entry):
     """A container on a host."""
 
     host: str = Field(description="A key of `hosts`, or `local`: this machine itself")
@@ -87,9 +87,9 @@ class TargetEntry(Entry):
     root: PlainPath = Field("/var/lib/dflash", description="Folder in the container that holds runs and releases")
 
     @model_validator(mode="after")
-    def _container_is_named(self) -> TargetEntry:
+    def _container_is_named(self) -> ContainerEntry:
         if (self.host == "local") != (self.container is None):
-            raise ValueError("a target needs `container: <vmid>`, unless its host is `local`")
+            raise ValueError("a container needs its number, `container: <vmid>`, unless its host is `local`")
         return self
 
 
@@ -124,7 +124,9 @@ class JobEntry(Entry):
 
     config: Path | dict[Any, Any] = Field(description="The trainer's configuration: a YAML file, or written here")
     environment: str | None = Field(None, description="A key of `environments`; default: the only one")
-    targets: list[str] | None = Field(None, min_length=1, description="Keys of `targets`; it may run nowhere else")
+    containers: list[str] | None = Field(
+        None, min_length=1, description="Keys of `containers`; it may run nowhere else"
+    )
     set: dict[str, Any] = Field(default_factory=dict, description="Dotted keys of the configuration and their values")
     source: Path | None = Field(None, description="Folder of Python code to ship; default: the trainer package")
     gpus: GpuEntry | None = Field(None, description="Sets pipeline.targets and pipeline.drafters of the configuration")
@@ -147,10 +149,10 @@ class Inventory(Entry):
     """The whole file. `path` is where it came from; relative paths in it start at its folder."""
 
     path: Path = Field(exclude=True)
-    default_target: str | None = None
+    default_container: str | None = None
     default_job: str | None = None
     hosts: dict[Name, HostEntry] = Field(default_factory=dict)
-    targets: dict[Name, TargetEntry]
+    containers: dict[Name, ContainerEntry]
     environments: dict[Name, EnvironmentEntry] = Field(default_factory=dict)
     jobs: dict[Name, JobEntry] = Field(default_factory=dict)
 
@@ -162,9 +164,9 @@ class Inventory(Entry):
         """An interpreter's path in the container; a relative one is shared with this machine."""
         return self.path.parent / python
 
-    def target(self, name: str | None) -> tuple[str, TargetEntry]:
-        """The named target, else the default one, else the only one. Raises UsageError."""
-        return self._choose("target", self.targets, name or self.default_target, "--target NAME")
+    def container(self, name: str | None) -> tuple[str, ContainerEntry]:
+        """The named container, else the default one, else the only one. Raises UsageError."""
+        return self._choose("container", self.containers, name or self.default_container, "--container NAME")
 
     def job(self, name: str | None) -> tuple[str, JobEntry]:
         """The named job, else the default one, else the only one. Raises UsageError."""

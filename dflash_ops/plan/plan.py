@@ -56,12 +56,12 @@ class Plan:
     timeout: float = 120.0
 
 
-def plan(inventory: Inventory, target: str, roots: RootPaths, options: LaunchOptions) -> Plan:
+def plan(inventory: Inventory, container: str, roots: RootPaths, options: LaunchOptions) -> Plan:
     """Work out a launch. Raises UsageError, ConfigurationError."""
     name, job = inventory.job(options.job)
-    if job.targets is not None and target not in job.targets:
-        hint = f"give --target {job.targets[0]}, or add {target} to the job's `targets`"
-        raise UsageError(f"the job {name} may not run on {target}", hint)
+    if job.containers is not None and container not in job.containers:
+        hint = f"give --container {job.containers[0]}, or add {container} to the job's `containers`"
+        raise UsageError(f"the job {name} may not run on {container}", hint)
     run = check_run_name(options.run) if options.run is not None else automatic_name(name)
     config = job_config(inventory, name, job, options.set)
     if job.source is None:  # of other code only the container can tell
@@ -71,7 +71,7 @@ def plan(inventory: Inventory, target: str, roots: RootPaths, options: LaunchOpt
         "schema": 1,
         "run": run,
         "job": name,
-        "target": target,
+        "container": container,
         "launched_by": launched_by(),
         "release": release.name,
         "config": config,

@@ -110,7 +110,7 @@ class RunPaths:
 
 
 def checked_root(root: str) -> str:
-    """The target's root folder, refused unless it is a plain absolute path."""
+    """dflash's root folder, refused unless it is a plain absolute path."""
     if not ROOT.match(root) or ".." in root.split("/"):
         raise Refusal(CONFIGURATION, "%r is not a usable root folder" % root)
     return root

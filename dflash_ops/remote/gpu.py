@@ -34,7 +34,7 @@ def ask(root: str, limit: float = 10.0) -> Dict[str, Any]:
     """The raw answer that `dflash_ops.run.probes.gpu.RawGpu` describes. Never raises.
 
     Args:
-        root: the target's root folder; the lock that keeps questions from piling up stands there.
+        root: the container's root folder; the lock that keeps questions from piling up stands there.
         limit: seconds for waiting on another question and for our own together.
     """
     return {

@@ -1,6 +1,6 @@
-"""What was last known of a run whose container cannot be asked? Kept on the laptop, one file a target.
+"""What was last known of a run whose container cannot be asked? Kept on the laptop, one file a container.
 
-Targets of two inventories may have the same name: they are told apart by the inventory's path.
+Containers of two inventories may have the same name: they are told apart by the inventory's path.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-_KEPT = 50  # runs a target
+_KEPT = 50  # runs a container
 
 
 class Seen(BaseModel):
@@ -29,33 +29,33 @@ class Seen(BaseModel):
     time: float
 
 
-def _file(inventory: Path, target: str) -> Path:
+def _file(inventory: Path, container: str) -> Path:
     which = hashlib.sha256(os.fsencode(inventory.resolve())).hexdigest()[:12]
     base = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
-    return Path(base) / "dflash" / "seen" / f"{target}-{which}.json"
+    return Path(base) / "dflash" / "seen" / f"{container}-{which}.json"
 
 
-def last_seen(inventory: Path, target: str, run: str | None) -> Seen | None:
+def last_seen(inventory: Path, container: str, run: str | None) -> Seen | None:
     """The last verdict of a run, or of the run that was asked about last."""
     try:
-        entries = [Seen.model_validate(entry) for entry in json.loads(_file(inventory, target).read_bytes())]
+        entries = [Seen.model_validate(entry) for entry in json.loads(_file(inventory, container).read_bytes())]
     except (OSError, ValueError, TypeError, ValidationError):
         return None
     return next((entry for entry in reversed(entries) if run is None or entry.run == run), None)
 
 
-def names(inventory: Path, target: str) -> list[str]:
+def names(inventory: Path, container: str) -> list[str]:
     """Runs that were asked about or launched from here, the newest first: what shell completion offers."""
     try:
-        entries = [Seen.model_validate(entry) for entry in json.loads(_file(inventory, target).read_bytes())]
+        entries = [Seen.model_validate(entry) for entry in json.loads(_file(inventory, container).read_bytes())]
     except (OSError, ValueError, TypeError, ValidationError):
         return []
     return [entry.run for entry in reversed(entries)]
 
 
-def remember(inventory: Path, target: str, run: str, state: str, reason: str) -> None:
+def remember(inventory: Path, container: str, run: str, state: str, reason: str) -> None:
     """Keep a verdict. A full or read-only disk here must not spoil an answer: then nothing is kept."""
-    path = _file(inventory, target)
+    path = _file(inventory, container)
     with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
         entries = []

@@ -8,7 +8,7 @@ import socket
 from pathlib import PurePosixPath
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AliasChoices, BaseModel, ConfigDict, Field
 
 from dflash_ops.document import Epoch, Printable
 from dflash_ops.errors import UsageError
@@ -34,7 +34,7 @@ def unit_name(run: str) -> str:
 
 
 class RootPaths:
-    """The folders under a target's root. `dflash_ops.remote.files` is the container's view of the same names."""
+    """The folders under a container's root. `dflash_ops.remote.files` is the container's view of the same names."""
 
     def __init__(self, root: str) -> None:
         self.root = PurePosixPath(root)
@@ -92,7 +92,7 @@ class RunSpec(Record):
     schema_version: int = Field(1, alias="schema")
     run: Printable
     job: Printable
-    target: Printable
+    container: Printable = Field(validation_alias=AliasChoices("container", "target"))  # runs of 0.1 say `target`
     created: Epoch  # unix seconds, the container's clock
     boot_id: str | None = None  # of the container in which it was made
     launched_by: Printable  # user@machine of the laptop

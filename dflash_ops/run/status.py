@@ -35,7 +35,7 @@ class Status(Document):
 
     kind: Literal["status"] = "status"
     run: str
-    target: str
+    container: str
     state: str
     reason: str
     verdict: Verdict
@@ -59,7 +59,7 @@ class Status(Document):
         return self.verdict.exit_code
 
 
-def status_of(seen: Snapshot, target: str) -> Status:
+def status_of(seen: Snapshot, container: str) -> Status:
     """A snapshot with its verdict."""
     verdict = judge(seen)
     record = seen.record
@@ -75,7 +75,7 @@ def status_of(seen: Snapshot, target: str) -> Status:
         )
     return Status(
         run=record.run,
-        target=target,
+        container=container,
         state=verdict.state,
         reason=verdict.reason,
         verdict=verdict,

@@ -75,11 +75,11 @@ def show_gc(report: GcReport) -> None:
     for item in sorted(report.items, key=lambda each: -each.bytes):
         print(f"{size(item.bytes):>10}  {item.kind:<11}  {visible(item.path)}  ({visible(item.why)})")
     if not report.items:
-        print(f"nothing in {report.target} may go")
+        print(f"nothing in {report.container} may go")
     elif report.removed:
-        print(f"{size(report.bytes)} freed in {report.target}")
+        print(f"{size(report.bytes)} freed in {report.container}")
     else:
-        print(f"{size(report.bytes)} may go from {report.target}")
+        print(f"{size(report.bytes)} may go from {report.container}")
 
 
 def show_trust(report: TrustReport) -> None:

@@ -184,7 +184,7 @@ def status_view(status: Status, *, lines: int | None = None) -> RenderableType:
         asked = status.asked
         resumed = f", from {asked.resumed_from}" if asked.resumed_from else ""
         since = age(status.now.epoch - asked.launched.epoch)
-        where = f"{asked.job} on {status.target}, launched {since} ago by {asked.launched_by}{resumed}"
+        where = f"{asked.job} on {status.container}, launched {since} ago by {asked.launched_by}{resumed}"
         table.add_row("job", "", Text(where))
     if status.disk is not None and (status.disk.full or status.disk.free < 0.05 * status.disk.total):
         table.add_row("disk", mark("no"), Text(f"{size(status.disk.free)} of {size(status.disk.total)} free"))

@@ -42,7 +42,7 @@ def show_runs(answer: Runs) -> None:
     """Print it."""
     screen = console()
     if not answer.runs:
-        screen.print(f"no run on {answer.target} yet; `dflash launch` starts one")
+        screen.print(f"no run on {answer.container} yet; `dflash launch` starts one")
         return
     screen.print(runs_table(answer))
     if answer.total > len(answer.runs):
@@ -67,7 +67,7 @@ def show_doctor(answer: Diagnosis) -> None:
     screen.print(table)
     counts = {level: sum(line.level == level for line in answer.lines) for level in ("fail", "warn", "unknown")}
     said = ", ".join(f"{many} {level}" for level, many in counts.items() if many)
-    screen.print(f"{answer.target}: {said or 'all is well'}")
+    screen.print(f"{answer.container}: {said or 'all is well'}")
 
 
 def show_diff(answer: Comparison) -> None:

@@ -19,7 +19,7 @@ from dflash_ops.verbs.status import look
 class Saved(Document):
     """The answer of `dflash checkpoint`."""
 
-    kind: Literal["saved"] = "saved"
+    kind: Literal["checkpoint"] = "checkpoint"
     run: RunName
     checkpoint: Checkpoint
     seconds: float = Field(description="From the request to the manifest, which is written last")

@@ -42,7 +42,7 @@ class CodeDifference(BaseModel):
 class Comparison(Document):
     """The answer of `dflash diff`."""
 
-    kind: Literal["comparison"] = "comparison"
+    kind: Literal["diff"] = "diff"
     a: str
     b: str
     differences: tuple[Difference, ...]
@@ -55,7 +55,7 @@ class Comparison(Document):
 
 
 def diff(session: Session, a: str, b: str) -> Comparison:
-    """Compare two runs of a target. Raises RemoteRefusal when one does not exist, ConfigurationError for damage."""
+    """Compare two runs of a container. Raises RemoteRefusal when one does not exist, ConfigurationError for damage."""
     reply = session.call("diff", {"runs": [check_run_name(a), check_run_name(b)]}, deadline=60)
     try:
         first, second = reply.value["runs"]

@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict
 
 from dflash_ops.document import Document, Printable
 from dflash_ops.errors import DflashError, Exit
-from dflash_ops.inventory.models import TargetEntry
+from dflash_ops.inventory.models import ContainerEntry
 from dflash_ops.plan.interpreter import interpreter
 from dflash_ops.plan.release import Release, pack, trainer_source
 from dflash_ops.run.facts import Cache, DiskFacts, Facts, Imported, Python, System, Torch, Tree, Unread, read_facts
@@ -43,8 +43,8 @@ class Line(BaseModel):
 class Diagnosis(Document):
     """The answer of `dflash doctor`."""
 
-    kind: Literal["diagnosis"] = "diagnosis"
-    target: str
+    kind: Literal["doctor"] = "doctor"
+    container: str
     lines: tuple[Line, ...]
 
     @property
@@ -105,11 +105,11 @@ def doctor(session: Session, environment: str | None) -> Diagnosis:
     """
     if environment is not None:
         session.inventory.environment(environment)
-    return Diagnosis(target=session.target_name, lines=tuple(_lines(session, environment)))
+    return Diagnosis(container=session.container_name, lines=tuple(_lines(session, environment)))
 
 
 def _lines(session: Session, environment: str | None) -> Iterator[Line]:
-    entry = session.inventory.targets[session.target_name]
+    entry = session.inventory.containers[session.container_name]
     node: Node | None = None
     if entry.container is not None:
         begin = time.monotonic()
@@ -128,7 +128,7 @@ def _lines(session: Session, environment: str | None) -> Iterator[Line]:
     yield from _facts_lines(session, environment, node)
 
 
-def _ask_node(session: Session, entry: TargetEntry) -> Node:
+def _ask_node(session: Session, entry: ContainerEntry) -> Node:
     """Raises NoPython when the host has none of its own, other DflashErrors when it was not reached."""
     from dflash_ops.transport.base import Program
     from dflash_ops.transport.framed import FramedTransport
@@ -144,7 +144,7 @@ def _ask_node(session: Session, entry: TargetEntry) -> Node:
         transport.close()
 
 
-def node_lines(node: Node, entry: TargetEntry) -> Iterator[Line]:
+def node_lines(node: Node, entry: ContainerEntry) -> Iterator[Line]:
     """What the host says of itself and of the container."""
     vmid = entry.container
     if not node.pct:
@@ -155,7 +155,7 @@ def node_lines(node: Node, entry: TargetEntry) -> Iterator[Line]:
         )
     if node.other_node:
         where = visible(node.other_node)
-        yield fail("state", f"container {vmid} is on node {where}", f"point the target's host at {where}")
+        yield fail("state", f"container {vmid} is on node {where}", f"point the container's host at {where}")
     elif node.status is None:
         said = visible(node.status_error.splitlines()[-1] if node.status_error else "nothing", 200)
         yield unknown("state", f"`pct status {vmid}` said: {said}", "it needs root; dflash itself only enters")
@@ -216,7 +216,7 @@ def _facts_lines(session: Session, environment: str | None, node: Node | None) -
     try:
         begin = time.time()
         value = session.call("doctor", request, deadline=110).value
-        facts = read_facts(value, f"target {session.target_name}")
+        facts = read_facts(value, f"container {session.container_name}")
         middle = (begin + time.time()) / 2
     except TransportError as error:
         yield fail("container", error.message, error.hint or None)
@@ -224,7 +224,7 @@ def _facts_lines(session: Session, environment: str | None, node: Node | None) -
     except DflashError as error:
         yield unknown("container", error.message, error.hint or None)
         return
-    yield ok("container", f"entered by {session.inventory.targets[session.target_name].enter}")
+    yield ok("container", f"entered by {session.inventory.containers[session.container_name].enter}")
     yield from system_lines(facts, middle, (time.time() - begin) / 2)
     yield from python_lines(facts, cure)
     yield from gpu_lines(facts, node)

@@ -41,8 +41,9 @@ class _State(BaseModel):
 class BuildReport(Document):
     """What became of a build."""
 
+    kind: Literal["env-build"] = "env-build"
     environment: str
-    target: str
+    container: str
     lock: str
     path: str
     state: Literal["built", "present"]
@@ -58,7 +59,7 @@ def build(session: Session, name: str | None, *, offline: bool = False) -> Build
         )
     return BuildReport(
         environment=wanted.environment,
-        target=session.target_name,
+        container=session.container_name,
         lock=wanted.lock,
         path=wanted.path,
         state=build_locked(session, wanted, offline=offline),
@@ -67,7 +68,7 @@ def build(session: Session, name: str | None, *, offline: bool = False) -> Build
 
 def build_locked(session: Session, wanted: Interpreter, *, offline: bool = False) -> Literal["built", "present"]:
     """`built` or `present`."""
-    session.say(f"building environment {wanted.environment} ({str(wanted.lock)[:12]}) in {session.target_name}")
+    session.say(f"building environment {wanted.environment} ({str(wanted.lock)[:12]}) in {session.container_name}")
     session.so_far = "the build ends with the connection and leaves nothing behind"
     wheels = _send_wheels(session, wanted) if offline else None
     request = {
@@ -167,9 +168,10 @@ class _Listed(BaseModel):
 
 
 class EnvironmentList(Document):
-    """The environments of a target."""
+    """The environments of a container."""
 
-    target: str
+    kind: Literal["env-list"] = "env-list"
+    container: str
     built: list[Built]
     not_built: list[str] = Field(description="Locked environments of the inventory that are not there")
     interpreters: dict[str, str] = Field(description="Environments that name an interpreter")
@@ -195,7 +197,7 @@ def listing(session: Session) -> EnvironmentList:
     locks = {entry.lock for entry in built}
     missing = [name for name, lock in wanted.items() if lock not in locks]
     return EnvironmentList(
-        target=session.target_name,
+        container=session.container_name,
         built=built,
         not_built=missing,
         interpreters=interpreters,
@@ -206,7 +208,8 @@ def listing(session: Session) -> EnvironmentList:
 class EnvironmentUses(Document):
     """Who uses an environment."""
 
-    target: str
+    kind: Literal["env-uses"] = "env-uses"
+    container: str
     environment: str
     runs: list[str] = Field(description="The newest first")
 
@@ -215,11 +218,11 @@ def uses(listed: EnvironmentList, name: str) -> EnvironmentUses:
     """Runs launched with an environment, by its name here or the beginning of its hash. Raises DflashError."""
     for entry in listed.built:
         if name in entry.environments or (len(name) >= 4 and entry.lock.startswith(name)):
-            return EnvironmentUses(target=listed.target, environment=name, runs=entry.runs)
+            return EnvironmentUses(container=listed.container, environment=name, runs=entry.runs)
     if name in listed.not_built:
-        return EnvironmentUses(target=listed.target, environment=name, runs=[])
+        return EnvironmentUses(container=listed.container, environment=name, runs=[])
     if name in listed.interpreter_runs:
-        return EnvironmentUses(target=listed.target, environment=name, runs=listed.interpreter_runs[name])
+        return EnvironmentUses(container=listed.container, environment=name, runs=listed.interpreter_runs[name])
     known = [
         *listed.interpreter_runs,
         *listed.not_built,

@@ -38,7 +38,8 @@ class _Collected(BaseModel):
 class GcReport(Document):
     """What may go, and what went."""
 
-    target: str
+    kind: Literal["gc"] = "gc"
+    container: str
     items: list[Item]
     removed: list[str] = Field(description="Paths; empty in a dry run")
 
@@ -70,6 +71,6 @@ def _ask(session: Session, options: GcOptions, paths: list[str] | None) -> GcRep
     for frame in session.stream("gc", request, deadline_between_frames=600):
         if frame.kind == "result":
             answer = parsed(_Collected, frame.value)
-            return GcReport(target=session.target_name, items=answer.items, removed=answer.removed)
+            return GcReport(container=session.container_name, items=answer.items, removed=answer.removed)
         session.say(f"removed {visible(str(frame.value.get('removed')))}")
     raise AssertionError("a stream ends with a result or an error")

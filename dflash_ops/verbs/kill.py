@@ -45,8 +45,9 @@ class _Stopped(BaseModel):
 class KillReport(Document):
     """How the run ended."""
 
+    kind: Literal["kill"] = "kill"
     run: str
-    target: str
+    container: str
     outcome: Literal["stopped", "killed", "already-ended"]
     verdict: Verdict
     gpus: list[GpuRelease] = Field(default_factory=list)
@@ -63,7 +64,7 @@ def question(found: Status) -> str:
         since = age(found.now.epoch - found.asked.launched.epoch)
         parts.append(f"launched by {found.asked.launched_by} {since} ago")
     about = f" ({', '.join(parts)})" if parts else ""
-    return f"Stop {found.run} on {found.target}{about}?"
+    return f"Stop {found.run} on {found.container}{about}?"
 
 
 def kill(session: Session, options: KillOptions) -> KillReport:
@@ -83,10 +84,10 @@ def kill(session: Session, options: KillOptions) -> KillReport:
             answer = parsed(_Stopped, frame.value)
             seen = read_snapshot(answer.snapshot)
             verdict = judge(seen)
-            remember(session.inventory.path, session.target_name, seen.record.run, verdict.state, verdict.reason)
+            remember(session.inventory.path, session.container_name, seen.record.run, verdict.state, verdict.reason)
             return KillReport(
                 run=seen.record.run,
-                target=session.target_name,
+                container=session.container_name,
                 outcome=answer.outcome,
                 verdict=verdict,
                 gpus=_released(answer.gpu, seen),

@@ -25,8 +25,9 @@ from dflash_ops.verbs.session import Session, parsed
 class LaunchReport(Document):
     """What a launch achieved."""
 
+    kind: Literal["launch", "resume"] = "launch"
     run: str
-    target: str
+    container: str
     unit: str
     reached: Literal["none", "started", "step", "ended"]
     verdict: Verdict
@@ -52,7 +53,7 @@ class LaunchFailed(DflashError):
 
 def launch(session: Session, options: LaunchOptions) -> LaunchReport:
     """Start a run. Raises DflashError saying why there is none, or why it died."""
-    return execute(session, plan(session.inventory, session.target_name, session.paths, options), options.replace)
+    return execute(session, plan(session.inventory, session.container_name, session.paths, options), options.replace)
 
 
 def execute(session: Session, asked: Plan, replace: bool = False) -> LaunchReport:
@@ -68,7 +69,7 @@ def execute(session: Session, asked: Plan, replace: bool = False) -> LaunchRepor
         _stop_holder(session, check_run_name(refusal.reason.partition(":")[2]))
         reached, seen = _start(session, asked)
     verdict = judge(seen)
-    remember(session.inventory.path, session.target_name, asked.run, verdict.state, verdict.reason)
+    remember(session.inventory.path, session.container_name, asked.run, verdict.state, verdict.reason)
     if isinstance(verdict, Failed) or (reached == "ended" and not isinstance(verdict, Succeeded)):
         words = {"cancelled": "was cancelled", "lost": "is lost"}.get(verdict.state, verdict.state)
         raise LaunchFailed(
@@ -89,7 +90,7 @@ def execute(session: Session, asked: Plan, replace: bool = False) -> LaunchRepor
     return LaunchReport.model_validate(
         {
             "run": asked.run,
-            "target": session.target_name,
+            "container": session.container_name,
             "unit": unit_name(asked.run),
             "reached": reached,
             "verdict": verdict,
@@ -103,7 +104,7 @@ def execute(session: Session, asked: Plan, replace: bool = False) -> LaunchRepor
 
 def _prepare(session: Session, asked: Plan) -> None:
     """Check the container; bring there what it lacks."""
-    session.say(f"checking {session.target_name}")
+    session.say(f"checking {session.container_name}")
     locked = asked.interpreter.lock is not None
     request = {
         "run": asked.run,
@@ -126,7 +127,7 @@ def _prepare(session: Session, asked: Plan) -> None:
     if found.release != "present":
         if asked.release is None:
             raise ConfigurationError(
-                f"the release {asked.release_name} is {found.release} in {session.target_name}",
+                f"the release {asked.release_name} is {found.release} in {session.container_name}",
                 "resume with --current-code, or launch anew",
             )
         session.say(f"sending release {asked.release.name[:12]} ({size(asked.release.total_bytes)})")

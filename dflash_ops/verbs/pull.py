@@ -44,7 +44,7 @@ class PullOptions:
 class Pulled(Document):
     """The answer of `dflash pull`."""
 
-    kind: Literal["pulled"] = "pulled"
+    kind: Literal["pull"] = "pull"
     run: str
     folder: str
     files: tuple[str, ...] = Field(description="Those that are new or newer now, below `folder`")

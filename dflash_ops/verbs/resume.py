@@ -57,14 +57,15 @@ def resume(session: Session, options: ResumeOptions) -> LaunchReport:
     _refuse_finished(found, session.inventory.jobs.get(found.spec.job), options)
     session.say(f"going on from {visible(found.checkpoint)} of {options.run}")
     if found.then is not None:
-        then, now = read_facts(found.then, f"run {options.run}"), read_facts(found.now, session.target_name)
+        then, now = read_facts(found.then, f"run {options.run}"), read_facts(found.now, session.container_name)
         for one in compare_facts(then, now):
             if one.section == "cache" and one.b is not None:
                 continue  # it grew, as it does in every run
             old, new = (value if value is not None else "none" for value in (one.a, one.b))
             session.say("  changed since: " + visible(f"{one.section} {one.key}: {old} -> {new}", 200))
     directory = str(session.paths.run(options.run).directory)
-    return execute(session, plan_resume(session, found.spec, directory, options))
+    report = execute(session, plan_resume(session, found.spec, directory, options))
+    return report.model_copy(update={"kind": "resume"})
 
 
 def _refuse_finished(found: _Left, job: JobEntry | None, options: ResumeOptions) -> None:
@@ -101,7 +102,7 @@ def plan_resume(session: Session, old: RunSpec, directory: str, options: ResumeO
         "schema": 1,
         "run": name,
         "job": old.job,
-        "target": session.target_name,
+        "container": session.container_name,
         "launched_by": launched_by(),
         "release": release.name if release is not None else old.release,
         "config": config,
@@ -128,13 +129,15 @@ def _job(session: Session, old: RunSpec) -> JobEntry | None:
     Which job it was, only the container says. One that has fallen into wrong hands could name any, and would be sent
     that job's secrets and code: so the inventory must say that the job may run there.
     """
-    inventory, target = session.inventory, session.target_name
+    inventory, container = session.inventory, session.container_name
     job = inventory.jobs.get(old.job)
-    # With a single target there is nowhere else that a job could be meant for.
-    if job is not None and target not in (job.targets or (inventory.targets if len(inventory.targets) == 1 else ())):
+    # With a single container there is nowhere else that a job could be meant for.
+    if job is not None and container not in (
+        job.containers or (inventory.containers if len(inventory.containers) == 1 else ())
+    ):
         raise ConfigurationError(
-            f"{target} says that the run is one of job {old.job}, which the inventory does not give to {target}",
-            f"if it is right, add {target} to the job's `targets`",
+            f"{container} says that the run is one of job {old.job}, which the inventory does not give to {container}",
+            f"if it is right, add {container} to the job's `containers`",
         )
     return job
 

@@ -1,4 +1,4 @@
-"""Which runs has a target seen, and how did each go?"""
+"""Which runs has a container seen, and how did each go?"""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ class Runs(Document):
     """The answer of `dflash runs`: newest first."""
 
     kind: Literal["runs"] = "runs"
-    target: str
+    container: str
     runs: tuple[Status, ...]
-    total: int = Field(description="Runs that the target has, shown or not")
+    total: int = Field(description="Runs that the container has, shown or not")
 
 
 def runs(session: Session, count: int) -> Runs:
-    """The newest `count` runs of the target, each judged like `dflash status` does."""
+    """The newest `count` runs of the container, each judged like `dflash status` does."""
     reply = session.call("runs", {"count": count}, deadline=90)
-    found = tuple(status_of(read_snapshot(frame.value), session.target_name) for frame in reply.events)
+    found = tuple(status_of(read_snapshot(frame.value), session.container_name) for frame in reply.events)
     for one in reversed(found):  # the newest is remembered last
-        remember(session.inventory.path, session.target_name, one.run, one.state, one.reason)
+        remember(session.inventory.path, session.container_name, one.run, one.state, one.reason)
     total = reply.value.get("total")
-    return Runs(target=session.target_name, runs=found, total=total if isinstance(total, int) else len(found))
+    return Runs(container=session.container_name, runs=found, total=total if isinstance(total, int) else len(found))

@@ -1,4 +1,4 @@
-"""What does a verb work with? One target, one connection to it, and a place to say how it goes."""
+"""What does a verb work with? One container, one connection to it, and a place to say how it goes."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ def parsed(model: type[Answer], value: dict[str, Any]) -> Answer:
 
 @dataclass
 class Session:
-    """Every verb is a function `(session, options) -> model`. Requests carry the target's root folder by themselves."""
+    """Every verb is a function `(session, options) -> model`. Requests carry the container's root by themselves."""
 
     inventory: Inventory
-    target_name: str
+    container_name: str
     transport: Transport
     root: str = "/var/lib/dflash"
     quiet: bool = False
@@ -80,17 +80,17 @@ class Session:
         self.transport.close()
 
 
-def open_session(inventory: Inventory, target: str | None, *, quiet: bool = False) -> Session:
-    """A session with the named target, or the inventory's default one. Nothing is connected yet."""
-    name, entry = inventory.target(target)
+def open_session(inventory: Inventory, container: str | None, *, quiet: bool = False) -> Session:
+    """A session with the named container, or the inventory's default one. Nothing is connected yet."""
+    name, entry = inventory.container(container)
     return Session(inventory, name, open_transport(inventory, name), entry.root, quiet)
 
 
-def open_transport(inventory: Inventory, target: str) -> Transport:
-    """The way into a target of the inventory."""
+def open_transport(inventory: Inventory, container: str) -> Transport:
+    """The way into a container of the inventory."""
     from dflash_ops.transport.framed import FramedTransport
 
-    entry = inventory.targets[target]
+    entry = inventory.containers[container]
     if entry.host == "local":
         from dflash_ops.transport.local import local_transport
 

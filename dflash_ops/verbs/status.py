@@ -41,7 +41,7 @@ def status(session: Session, run: str | None, meanwhile: Callable[[], object] | 
     except (Unreachable, Unanswered) as error:  # others need something set up first: what was seen is no comfort then
         from dflash_ops.run.last_known import last_seen
 
-        seen = last_seen(session.inventory.path, session.target_name, run)
+        seen = last_seen(session.inventory.path, session.container_name, run)
         if seen is not None:
             past = f"{seen.run} was {seen.state} when last seen, {age(time.time() - seen.time)} ago"
             error.hint = f"{error.hint}; {past}" if error.hint else past
@@ -80,6 +80,6 @@ def describe(session: Session, value: dict[str, Any]) -> Status:
     from dflash_ops.run.status import status_of
 
     seen = read_snapshot(value)
-    result = status_of(seen, session.target_name)
-    remember(session.inventory.path, session.target_name, result.run, result.state, result.reason)
+    result = status_of(seen, session.container_name)
+    remember(session.inventory.path, session.container_name, result.run, result.state, result.reason)
     return result

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Literal
 
 from pydantic import BaseModel
 
@@ -26,6 +27,7 @@ class TrustedKey(BaseModel):
 class TrustReport(Document):
     """What became of it."""
 
+    kind: Literal["trust"] = "trust"
     host: str
     accepted: list[TrustedKey]
     logged_in: bool

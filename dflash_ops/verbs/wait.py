@@ -33,7 +33,7 @@ class WaitOptions:
 class Waited(Document):
     """The answer of `dflash wait`."""
 
-    kind: Literal["waited"] = "waited"
+    kind: Literal["wait"] = "wait"
     goal: Goal
     reached: bool
     seconds: float = Field(description="Spent waiting")

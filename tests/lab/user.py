@@ -134,9 +134,9 @@ def clean(lab: Lab, root: str) -> None:
 
 
 def inventory_for(lab: Lab, root: str) -> dict[str, Any]:
-    """An inventory whose default target is the lab's container."""
+    """An inventory whose default container is the lab's container."""
     return {
-        "default_target": "ct200",
+        "default_container": "ct200",
         "hosts": {
             "node": {
                 "address": "127.0.0.1",
@@ -147,7 +147,7 @@ def inventory_for(lab: Lab, root: str) -> dict[str, Any]:
                 "ssh_config": "/dev/null",
             }
         },
-        "targets": {
+        "containers": {
             "ct200": {"host": "node", "container": VMID, "root": root},
             "ct201": {"host": "node", "container": STOPPED_VMID, "root": root},
             "ct999": {"host": "node", "container": 999, "root": root},

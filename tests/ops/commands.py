@@ -16,10 +16,10 @@ from dflash_ops.main import main
 INVENTORY = """\
 hosts:
   main: {address: 127.0.0.1, port: 1, user: nobody, ssh_config: empty, known_hosts: known}
-targets:
+containers:
   far: {host: main, container: 200}
   here: {host: local, root: @root@}
-default_target: far
+default_container: far
 environments: {venv: {python: /opt/venv/bin/python}}
 jobs:
   smoke: {config: {a: 1}, source: package, env: {TOKEN: env:CANARY}}
@@ -51,4 +51,4 @@ def called(
 ) -> int:
     """The exit code when the work of `runs` is `verb`."""
     monkeypatch.setattr(name, lambda *_: verb())
-    return exit_code(folder, monkeypatch, "runs", "--target", "here")
+    return exit_code(folder, monkeypatch, "runs", "--container", "here")

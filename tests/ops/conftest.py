@@ -75,7 +75,7 @@ def session(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Session:
     (tmp_path / "lock.txt").write_text("tiny-thing==1.0\n")
     (tmp_path / "bad.txt").write_text("no-such-thing==1.0\n")
     (tmp_path / "inventory.yaml").write_text(
-        "targets: {here: {host: local}}\n"
+        "containers: {here: {host: local}}\n"
         "environments:\n"
         "  there: {python: /opt/venv/bin/python}\n"
         f"  locked: {{lock: lock.txt, python: {sys.executable}}}\n"

@@ -47,7 +47,7 @@ class Container:
             "schema": 1,
             "run": name,
             "job": "smoke",
-            "target": "lab",
+            "container": "lab",
             "created": time.time() - 60,
             "launched_by": "ann@laptop",
             "release": "a" * 32,

@@ -12,7 +12,7 @@ from dflash_ops.verbs.session import Session
 
 CANARY = "s3cr3t-canary-$HOME"
 INVENTORY = """\
-targets:
+containers:
   here: {host: local}
 environments:
   venv: {python: /opt/venv/bin/python}

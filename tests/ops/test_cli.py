@@ -60,7 +60,7 @@ def test_help_names_the_defaults_and_what_may_be_given(folder: Path) -> None:
 
 
 def test_a_broken_inventory_is_a_configuration_error(folder: Path) -> None:
-    (folder / "inventory.yaml").write_text("targets: [")
+    (folder / "inventory.yaml").write_text("containers: [")
     done = dflash(folder, "launch")
     assert done.returncode == 78
     assert "inventory.yaml:1" in done.stderr
@@ -101,5 +101,5 @@ def test_completion_offers_names_of_the_inventory_and_runs_that_were_seen(folder
     assert complete("kill", "ni") == ["night-7"]
     assert complete("launch", "sm") == ["smoke"]
     assert complete("trust", "") == ["main"]
-    (folder / "inventory.yaml").write_text("targets: [")
+    (folder / "inventory.yaml").write_text("containers: [")
     assert complete("launch", "sm") == []

@@ -42,8 +42,8 @@ def test_an_error_under_json_is_a_document(folder: Path) -> None:
     [
         (["kill", "Not A Name", "-y"], 2),
         (["kill"], 69),  # looks before it asks
-        (["kill", "--target", "here"], 102),
-        (["exec", "--target", "here", "none", "--", "true"], 102),
+        (["kill", "--container", "here"], 102),
+        (["exec", "--container", "here", "none", "--", "true"], 102),
         (["launch", "--set", "a=1", "b=2", "c=3"], 2),
         (["--version"], 0),
         (["doctor", "here", "-e", "nope"], 2),
@@ -57,7 +57,7 @@ def test_an_error_under_json_is_a_document(folder: Path) -> None:
         (["launch", "--timeout", "inf"], 2),
         (["wait", "--timeout", "nan"], 2),
         (["trust", "nosuch"], 2),
-        (["kill", "-y", "--target", "here"], 102),
+        (["kill", "-y", "--container", "here"], 102),
         (["env", "build", "venv"], 2),
     ],
 )

@@ -24,7 +24,8 @@ def test_a_reader_that_has_enough_ends_it_quietly(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "code"), [(["launch", "--dry-run"], 0), (["runs", "--target", "here"], 0), (["kill", "-y", "--json"], 69)]
+    ("words", "code"),
+    [(["launch", "--dry-run"], 0), (["runs", "--container", "here"], 0), (["kill", "-y", "--json"], 69)],
 )
 def test_without_a_reader_it_ends_quietly_and_with_its_own_exit_code(folder: Path, words: list[str], code: int) -> None:
     read, write = os.pipe()
@@ -39,7 +40,7 @@ def test_without_a_reader_it_ends_quietly_and_with_its_own_exit_code(folder: Pat
 
 def test_closed_streams_change_neither_what_is_done_nor_the_exit_code(folder: Path) -> None:
     environment = {**os.environ, "CANARY": CANARY, "DFLASH_INVENTORY": str(folder / "inventory.yaml")}
-    for verb, code in (("kill -y", 69), ("runs --target here", 0), ("kill", 69)):
+    for verb, code in (("kill -y", 69), ("runs --container here", 0), ("kill", 69)):
         command = f"{sys.executable} -m dflash_ops.main {verb} <&- >&- 2>&-"
         assert subprocess.run(["sh", "-c", command], check=False, env=environment, timeout=60).returncode == code
 

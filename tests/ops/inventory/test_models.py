@@ -9,7 +9,7 @@ import pytest
 
 from dflash_ops.errors import ConfigurationError
 from dflash_ops.inventory.load import load_inventory
-from dflash_ops.inventory.models import EnvironmentEntry, HostEntry, JobEntry, TargetEntry
+from dflash_ops.inventory.models import ContainerEntry, EnvironmentEntry, HostEntry, JobEntry
 from tests.ops.inventory.written import GOOD, load
 
 TEXT = (Path(__file__).parents[3] / "docs" / "inventory.md").read_text()
@@ -17,7 +17,7 @@ TEXT = (Path(__file__).parents[3] / "docs" / "inventory.md").read_text()
 
 @pytest.mark.parametrize(
     ("section", "entry"),
-    [("hosts", HostEntry), ("targets", TargetEntry), ("environments", EnvironmentEntry), ("jobs", JobEntry)],
+    [("hosts", HostEntry), ("containers", ContainerEntry), ("environments", EnvironmentEntry), ("jobs", JobEntry)],
 )
 def test_every_key_of_the_inventory_stands_in_its_table_and_no_other(section: str, entry: type) -> None:
     table = TEXT.split(f"## {section}\n")[1].split("\n## ")[0]

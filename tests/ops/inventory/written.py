@@ -13,7 +13,7 @@ GOOD = """\
 hosts:
   pve1:
     address: pve1.example
-targets:
+containers:
   main:
     host: pve1
     container: 200

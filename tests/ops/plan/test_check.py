@@ -14,7 +14,7 @@ from dflash_ops.plan.plan import LaunchOptions, Plan, plan
 from dflash_ops.run.record import RootPaths
 
 INVENTORY = """\
-targets: {here: {host: local}}
+containers: {here: {host: local}}
 environments: {venv: {python: /opt/venv/bin/python}}
 jobs:
   mini:
@@ -98,8 +98,8 @@ def test_the_project_s_own_jobs_are_taken(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setenv("HF_TOKEN", "x")
     inventory = load_inventory(Path(__file__).parents[3] / "inventory.yaml")
     for job in inventory.jobs:
-        target = (inventory.jobs[job].targets or ["lab"])[0]
-        assert plan(inventory, target, RootPaths("/var/lib/dflash"), LaunchOptions(job, "r1")).config
+        container = (inventory.jobs[job].containers or ["lab"])[0]
+        assert plan(inventory, container, RootPaths("/var/lib/dflash"), LaunchOptions(job, "r1")).config
 
 
 def test_checking_loads_no_torch() -> None:

@@ -68,7 +68,7 @@ def test_a_change_that_cannot_be_made_is_a_usage_error(inventory: Inventory, cha
 
 @pytest.mark.parametrize("config", ["{a: {b: [2026-11-30]}}", "{a: !!set {x}}", "{on: 1}"])
 def test_what_yaml_has_and_a_configuration_has_not_is_named(tmp_path: Path, config: str) -> None:
-    (tmp_path / "inventory.yaml").write_text(f"targets: {{}}\njobs: {{j: {{config: {config}}}}}\n")
+    (tmp_path / "inventory.yaml").write_text(f"containers: {{}}\njobs: {{j: {{config: {config}}}}}\n")
     inventory = load_inventory(tmp_path / "inventory.yaml")
     with pytest.raises(ConfigurationError, match="the configuration of job j cannot hold"):
         job_config(inventory, *inventory.job("j"), ())

@@ -37,11 +37,11 @@ def test_automatic_names_are_run_names(job: str) -> None:
 
 def test_a_job_runs_only_where_it_may(inventory: Inventory) -> None:
     text = INVENTORY.replace("here: {host: local}", "here: {host: local}\n  there: {host: local}")
-    inventory.path.write_text(text.replace("  smoke:\n", "  smoke:\n    targets: [there]\n"))
+    inventory.path.write_text(text.replace("  smoke:\n", "  smoke:\n    containers: [there]\n"))
     with pytest.raises(UsageError, match="the job smoke may not run on here") as caught:
         planned(load_inventory(inventory.path))
-    assert "--target there" in caught.value.hint
-    assert planned(load_inventory(inventory.path), job="eight").spec["target"] == "here"
+    assert "--container there" in caught.value.hint
+    assert planned(load_inventory(inventory.path), job="eight").spec["container"] == "here"
 
 
 def test_only_our_own_trainer_s_numbers_are_those_of_gpus(inventory: Inventory) -> None:

@@ -13,7 +13,7 @@ from tests.ops.container import Container, alive
 from tests.ops.evidence import INVENTORY
 
 
-def test_targets_of_one_name_in_two_inventories_are_not_mixed_up(container: Container, tmp_path: Path) -> None:
+def test_containers_of_one_name_in_two_inventories_are_not_mixed_up(container: Container, tmp_path: Path) -> None:
     container.run("r1", alive())
     status(container.session(), "r1")
     assert last_seen(INVENTORY.path, "lab", "r1") is not None

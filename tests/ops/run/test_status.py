@@ -21,7 +21,7 @@ def test_the_json_document_is_versioned_and_writes_unknown_as_null(container: Co
 def test_no_record_of_a_run_can_steer_the_terminal(container: Container) -> None:
     folder = container.run("r1", alive())
     spec = json.loads((folder / "spec.json").read_text())
-    words = ("job", "target", "launched_by", "release", "environment", "python", "resumed_from")
+    words = ("job", "container", "launched_by", "release", "environment", "python", "resumed_from")
     (folder / "spec.json").write_text(json.dumps({**spec, **dict.fromkeys(words, HOSTILE)}))
     text = shown(render.status_view(status(container.session(), "r1")))
     assert "\\x1b]0;title" in text

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from dflash_ops.inventory.models import TargetEntry
+from dflash_ops.inventory.models import ContainerEntry
 from dflash_ops.transport.pct import enter_command, explain, sudoers_line
 from dflash_ops.transport.program import BOOTSTRAP
 
-PCT = TargetEntry(host="pve1", container=200)
-ATTACH = TargetEntry(host="pve1", container=200, enter="lxc-attach")
+PCT = ContainerEntry(host="pve1", container=200)
+ATTACH = ContainerEntry(host="pve1", container=200, enter="lxc-attach")
 
 
 def test_the_command_line_is_constant_but_for_the_container() -> None:

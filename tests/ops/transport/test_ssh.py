@@ -114,7 +114,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 
 def make_inventory(folder: Path, **hosts: dict[str, Any]) -> Inventory:
-    return Inventory.model_validate({"path": folder / "inventory.yaml", "hosts": hosts, "targets": {}})
+    return Inventory.model_validate({"path": folder / "inventory.yaml", "hosts": hosts, "containers": {}})
 
 
 def open_host(folder: Path, **hosts: dict[str, Any]) -> SshHost:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from dflash_ops.errors import UsageError
-from dflash_ops.inventory.models import Inventory, TargetEntry
+from dflash_ops.inventory.models import ContainerEntry, Inventory
 from dflash_ops.plan.release import Release, ReleaseFile
 from dflash_ops.run.facts import Facts
 from dflash_ops.transport.base import Misconfigured, NoPython, Unreachable
@@ -133,7 +133,7 @@ NODE: dict[str, Any] = {
     "nodes": [],
     "holders": [],
 }
-ENTRY = TargetEntry(host="pve1", container=200)
+ENTRY = ContainerEntry(host="pve1", container=200)
 
 
 @pytest.mark.parametrize(
@@ -168,9 +168,9 @@ def ssh_lines(
 ) -> list[Line]:
     """What doctor says of a host; `answers`: of the host, then of the container. An empty list connects for real."""
     given: dict[str, Any] = {"hosts": {"main": {"address": "127.0.0.1", "port": 1, "ssh_config": "/dev/null", **entry}}}
-    targets = {"far": {"host": "main", "container": 200}}
+    containers = {"far": {"host": "main", "container": 200}}
     environments = {"built": {"lock": folder / "lock.txt", "python": "3.11"}, "there": {"python": "/opt/python"}}
-    given.update(targets=targets, environments=environments)
+    given.update(containers=containers, environments=environments)
     inventory = Inventory.model_validate({"path": folder / "inventory.yaml", **given})
     if answers:
         transport = FakeTransport({"doctor": answers})

@@ -32,7 +32,7 @@ def session(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Session:
     )
     script.chmod(0o755)
     monkeypatch.setenv("PATH", f"{binaries}:{os.environ['PATH']}")
-    inventory = Inventory.model_validate({"path": tmp_path / "i.yaml", "targets": {"here": {"host": "local"}}})
+    inventory = Inventory.model_validate({"path": tmp_path / "i.yaml", "containers": {"here": {"host": "local"}}})
     return Session(inventory, "here", local_transport(), str(tmp_path / "root"), quiet=True)
 
 

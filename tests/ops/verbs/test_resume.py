@@ -17,12 +17,12 @@ from tests.ops.evidence import spec
 from tests.ops.jobs import PREFLIGHT, snapshot
 
 INVENTORY = """\
-targets: {here: {host: local}}
+containers: {here: {host: local}}
 environments: {venv: {python: /opt/venv/bin/python}}
 jobs:
   smoke: {config: {}, source: package, env: {TOKEN: env:CANARY}}
 """
-TWO = INVENTORY.replace("targets: {", "targets: {there: {host: local}, ")
+TWO = INVENTORY.replace("containers: {", "containers: {there: {host: local}, ")
 
 
 def facts(torch: str, *caches: str) -> dict[str, Any]:
@@ -69,7 +69,7 @@ def old_spec(**changes: Any) -> dict[str, Any]:
 def test_the_new_run_is_the_old_one_from_its_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     session, transport = opened(tmp_path, old_spec(watchdog=60))
     report = resume(session, ResumeOptions("r7", name="r8", set=("optimizer.lr=1e-5",)))
-    assert report.run == "r8"
+    assert (report.run, report.kind) == ("r8", "resume")
     request = transport.calls[-1].request
     assert request["spec"]["resumed_from"] == "/var/lib/dflash/runs/r7"
     assert request["spec"]["release"] == "a" * 32
@@ -113,24 +113,24 @@ def test_variables_are_read_anew_and_a_job_that_is_gone_is_named(
         resume(session, ResumeOptions("r7", name="r8"))
 
 
-@pytest.mark.parametrize("inventory", [TWO, TWO.replace("smoke: {", "smoke: {targets: [there], ")])
+@pytest.mark.parametrize("inventory", [TWO, TWO.replace("smoke: {", "smoke: {containers: [there], ")])
 @pytest.mark.parametrize("current_code", [False, True])
-def test_a_container_cannot_ask_for_another_target_s_secrets_or_code(
+def test_a_container_cannot_ask_for_another_container_s_secrets_or_code(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, inventory: str, current_code: bool
 ) -> None:
     monkeypatch.setenv("CANARY", "value-of-now")
     session, transport = opened(tmp_path, old_spec(variables=[] if current_code else ["TOKEN"]), inventory)
     with pytest.raises(ConfigurationError, match="job smoke, which the inventory does not give to here") as caught:
         resume(session, ResumeOptions("r7", name="r8", current_code=current_code))
-    assert "add here to the job's `targets`" in caught.value.hint
+    assert "add here to the job's `containers`" in caught.value.hint
     assert [call.verb for call in transport.calls] == ["resume"]
 
 
-def test_a_job_that_the_inventory_gives_to_the_target_gets_its_secrets_there(
+def test_a_job_that_the_inventory_gives_to_the_container_gets_its_secrets_there(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CANARY", "value-of-now")
-    given = TWO.replace("smoke: {", "smoke: {targets: [there, here], ")
+    given = TWO.replace("smoke: {", "smoke: {containers: [there, here], ")
     session, transport = opened(tmp_path, old_spec(variables=["TOKEN"]), given)
     resume(session, ResumeOptions("r7", name="r8"))
     assert "TOKEN=value-of-now\n" in transport.calls[-1].request["files"]["env"]
