@@ -35,7 +35,9 @@ from dflash_ops.text import visible
 from dflash_ops.training import check
 
 # What the number of steps follows from.
-_LONGER = re.compile(r"(data|optimizer|optimizer\.max_steps|optimizer\.accumulate|data\..*)=", re.DOTALL)
+_LONGER = re.compile(
+    r"(data|optimizer|optimizer\.max_steps|optimizer\.gradient_accumulation_steps|data\..*)=", re.DOTALL
+)
 
 
 @dataclass(frozen=True)

@@ -75,7 +75,7 @@ class Limits:
     stop: Set[int] = frozenset()
 
 
-class Writer:
+class SpeculativeDecoder:
     """A target and its drafter on one device, in inference."""
 
     def __init__(self, target: Any, drafter: DFlashDrafter) -> None:

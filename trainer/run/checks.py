@@ -10,7 +10,7 @@ from typing import Any
 from trainer.config.sections import RunConfig
 from trainer.data import RowSource
 from trainer.drafter.config import DrafterConfig
-from trainer.run.checkpoint import Checkpoint, CheckpointError
+from trainer.run.checkpoint import CheckpointError, WholeCheckpoint
 from trainer.wording import count
 
 logger = logging.getLogger(__name__)
@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 BY_LAYERS = ("layer_types", "max_window_layers")  # fields that follow a drafter's number of layers
 
 
-def refuse_another_drafter(start: Checkpoint, settings: RunConfig, drafter_config: DrafterConfig) -> None:
+def refuse_another_drafter(start: WholeCheckpoint, settings: RunConfig, drafter_config: DrafterConfig) -> None:
     """Raise CheckpointError unless weights and optimizer state of the checkpoint fit what is to be trained."""
     old, new = start.drafter_config(), json.loads(json.dumps(drafter_config.to_json("float32")))
     there, here = dict(_leaves(old)), dict(_leaves(new))
@@ -48,7 +48,7 @@ def _leaves(document: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
             yield name, value
 
 
-def warn_of_changes(start: Checkpoint, settings: RunConfig, source: RowSource, rows: int) -> None:
+def warn_of_changes(start: WholeCheckpoint, settings: RunConfig, source: RowSource, rows: int) -> None:
     """Say what keeps a resumed run from repeating an undisturbed one: it goes on, but not with the same losses."""
     before = start.run()
     if before["content_hash"] != source.content_hash:
