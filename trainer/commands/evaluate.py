@@ -1,4 +1,4 @@
-"""How far is a drafter accepted, and how much faster does its target write? (`python -m trainer evaluate DRAFTER`)
+"""Measures how far a drafter is accepted and how much it speeds its target up (`python -m trainer evaluate DRAFTER`).
 
 Every prompt is answered twice, by the target alone and with the drafter's help, by real decoding. At temperature 0 the
 two texts are compared: in float32 they must be identical; in half precision a target's own rounding may part them.

@@ -1,4 +1,4 @@
-"""How do prompts become training documents? The target writes the answers. (`python -m trainer regenerate`)
+"""Lets the target answer prompts and writes training documents of the answers (`python -m trainer regenerate`).
 
 A drafter learns to foresee its target, so it is trained on what the target itself says. Each record of the output
 holds the messages, for people, and the token ids exactly as they were read and written, for training: rendering the

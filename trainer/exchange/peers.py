@@ -1,4 +1,4 @@
-"""How do the processes of a run hear of each other, and of a death?
+"""Tells the processes of a run of each other's failures and deaths.
 
 Each holds one TCP connection to process 0, from the moment they meet until the run ends. What there is to say goes over
 it: what must be alike in all, why a process goes down, that it is done. A process that dies says nothing, but its

@@ -1,4 +1,4 @@
-"""How are the threads of a run started, watched and ended?
+"""Starts, watches and ends the threads of a run.
 
 `Pipeline.run` builds everything, lets the workers compile one after the other, opens the start, and then only listens:
 to reports, to the caller's wishes, and to the first failure. It returns when all is done and raises `PipelineError`

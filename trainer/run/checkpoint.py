@@ -1,4 +1,4 @@
-"""What survives a kill at any instant? Whole checkpoints, made in a hidden folder and renamed once they are on disk.
+"""Writes checkpoints that survive a kill at any instant: made in a hidden folder, renamed once they are on disk.
 
     checkpoints/step-00000200/
         model.safetensors      the drafter's fp32 weights under the released names; with config.json it is a drafter

@@ -1,4 +1,4 @@
-"""How does a target make one row's features after the other?
+"""Makes one row's features after the other with a target, by a captured graph where that is possible.
 
 In graph mode, where its attention allows it, by a captured graph over compiled layers; elsewhere eagerly. The layers of
 one kind share one compiled function, so that compiling takes no longer for a deep target than for a flat one. A target
