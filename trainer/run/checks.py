@@ -7,7 +7,7 @@ import logging
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from trainer.config.sections import RunConfig
+from trainer.config.sections import RENAMED_KEYS, RunConfig
 from trainer.data import RowSource
 from trainer.drafter.config import DrafterConfig
 from trainer.run.checkpoint import CheckpointError, WholeCheckpoint
@@ -62,10 +62,17 @@ def warn_of_changes(start: WholeCheckpoint, settings: RunConfig, source: RowSour
             before["next_row"],
         )
     for section in ("objective", "optimizer"):
-        old, new = before["config"][section], settings.model_dump(mode="json")[section]
+        old = {_today(section, name): value for name, value in before["config"][section].items()}
+        new = settings.model_dump(mode="json")[section]
         for name in sorted(old.keys() | new.keys()):
             if old.get(name) != new.get(name):
                 logger.warning("%s.%s was %s in the checkpoint, is %s", section, name, old.get(name), new.get(name))
+
+
+def _today(section: str, name: str) -> str:
+    """What a key that an earlier version wrote is called now."""
+    key = f"{section}.{name}"
+    return RENAMED_KEYS.get(key, key).removeprefix(f"{section}.")
 
 
 def describe_length(settings: RunConfig, source: RowSource, rows: int, total: int) -> str:

@@ -11,7 +11,7 @@ import faulthandler
 import logging
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import transformers
@@ -121,8 +121,14 @@ def _run(
             telemetry.event("resume", step=step, checkpoint=str(start.path))
     watch = Watch(run_dir, settings, source, rows, drafter_config, telemetry, notifier, signals)
     state = TrainState(step, start.model(), start.optimizer()) if start else released_start(settings)
+    pipeline = Pipeline(settings, drafter_config, source, watch.hooks(), state, processes)
+    return _train(pipeline, watch, signals, say)
+
+
+def _train(pipeline: Pipeline, watch: Watch, signals: Signals, say: Callable[..., None]) -> int:
+    """Run the pipeline to its end, say how it ended, and return the exit code."""
     try:
-        outcome = Pipeline(settings, drafter_config, source, watch.hooks(), state, processes).run()
+        outcome = pipeline.run()
     except PipelineError as error:
         interrupted = isinstance(error.__cause__, Interrupted)
         if not interrupted:
