@@ -89,6 +89,10 @@ def _deepest(lines: Lines, where: Location) -> int:
 def _explained(place: str, problem: ErrorDetails, where: Location, model: type[BaseModel]) -> ConfigurationError:
     name = ".".join(map(str, where))
     if problem["type"] == "extra_forbidden":
+        from trainer.config import RENAMED_KEYS
+
+        if name in RENAMED_KEYS:
+            return ConfigurationError(f"{place}: unknown key `{name}`", f"it is now called `{RENAMED_KEYS[name]}`")
         known = _keys(model, where[:-1])
         near = difflib.get_close_matches(str(where[-1]), known, 1)
         hint = f"did you mean `{near[0]}`?" if near else f"known here: {', '.join(known)}"

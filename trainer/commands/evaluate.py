@@ -1,4 +1,4 @@
-"""How far is a drafter accepted, and how much faster does its target write? (`python -m trainer evaluate DRAFTER`)
+"""Measures how far a drafter is accepted and how much it speeds its target up (`python -m trainer evaluate DRAFTER`).
 
 Every prompt is answered twice, by the target alone and with the drafter's help, by real decoding. At temperature 0 the
 two texts are compared: in float32 they must be identical; in half precision a target's own rounding may part them.
@@ -29,7 +29,7 @@ from trainer.data.chat import read_template
 from trainer.data.progress import progress
 from trainer.data.prompts import Prompt, prompt_tokens, read_prompts
 from trainer.devices import find_device
-from trainer.drafter.decoding import Generation, Limits, Sampling, Writer
+from trainer.drafter.decoding import Generation, Limits, Sampling, SpeculativeDecoder
 from trainer.drafter.model import DFlashDrafter
 from trainer.drafter.released import fingerprint, read_drafter
 from trainer.inputs import HUMAN_EVAL, PACKAGES, require_prompts, require_target
@@ -66,7 +66,7 @@ class SetResult:
 
 
 def evaluate(
-    writer: Writer,
+    decoder: SpeculativeDecoder,
     tokenizer: Any,
     prompts: Sequence[Prompt],
     name: str,
@@ -82,7 +82,7 @@ def evaluate(
 
     Prompts are rendered by the chat `template` (None: the tokenizer's) with `variables`.
     """
-    generator = torch.Generator(writer.device).manual_seed(seed)
+    generator = torch.Generator(decoder.device).manual_seed(seed)
     pairs: list[tuple[Generation, Generation]] = []
     with progress(f"answering {name}", len(prompts)) as advance:
         for prompt in prompts:
@@ -92,18 +92,18 @@ def evaluate(
                 ids = prompt_tokens(tokenizer, messages, prompt.tools, template, variables or {})
                 if not pairs:  # the first pass on a device pays for kernels and allocations; it must not be timed
                     warm = Limits(min(8, limits.max_new_tokens))
-                    writer.plain(ids, warm, sampling, generator)
-                    writer.speculative(ids, warm, sampling, generator, block_size)
-                alone = writer.plain(ids, limits, sampling, generator)
-                helped = writer.speculative(ids, limits, sampling, generator, block_size)
+                    decoder.plain(ids, warm, sampling, generator)
+                    decoder.speculative(ids, warm, sampling, generator, block_size)
+                alone = decoder.plain(ids, limits, sampling, generator)
+                helped = decoder.speculative(ids, limits, sampling, generator, block_size)
                 pairs.append((alone, helped))
                 answer = tokenizer.decode(helped.tokens, skip_special_tokens=True)
                 messages.append({"role": "assistant", "content": answer})
             advance(1)
-    return summarise(name, pairs, greedy=sampling.temperature == 0)
+    return set_result(name, pairs, greedy=sampling.temperature == 0)
 
 
-def summarise(name: str, pairs: Sequence[tuple[Generation, Generation]], *, greedy: bool) -> SetResult:
+def set_result(name: str, pairs: Sequence[tuple[Generation, Generation]], *, greedy: bool) -> SetResult:
     """Sum up answers, each given by the target alone and with the drafter."""
     helped = [generation for _, generation in pairs]
     passes = [count for generation in helped for count in generation.accepted]
@@ -164,10 +164,10 @@ def main(options: argparse.Namespace) -> int:
     template, variables = _template(options, run)
     console.print(f"drafter {folder}\ntarget  {target_config.path} ({target_config.dtype}, {device})", soft_wrap=True)
     tokenizer = load_tokenizer(target_config)
-    writer, stop = _writer(target_config, drafter, device, tokenizer)
+    decoder, stop = _decoder(target_config, drafter, device, tokenizer)
     results = [
         evaluate(
-            writer,
+            decoder,
             tokenizer,
             prompts,
             name,
@@ -202,12 +202,12 @@ def main(options: argparse.Namespace) -> int:
     return 0
 
 
-def _writer(
+def _decoder(
     config: TargetConfig, drafter: DFlashDrafter, device: torch.device, tokenizer: Any
-) -> tuple[Writer, frozenset[int]]:
+) -> tuple[SpeculativeDecoder, frozenset[int]]:
     model = load_model(config, device)
     drafter = drafter.to(device, getattr(torch, config.dtype))
-    return Writer(model, drafter), stop_tokens(model, tokenizer)
+    return SpeculativeDecoder(model, drafter), stop_tokens(model, tokenizer)
 
 
 def _target_config(options: argparse.Namespace, run: Mapping[str, Any] | None) -> TargetConfig:

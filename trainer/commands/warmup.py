@@ -1,4 +1,4 @@
-"""How is the compile cache filled before a run needs it? By compiling, on each device, what a run compiles there.
+"""Fills the compile cache before a run needs it, by compiling on each device what a run compiles there.
 
 `python -m trainer warmup CONFIG [--devices cuda:0 ...]` reads what the run will read: the target, and the data, whose
 longest document decides how the target's attention is launched. A run of the same configuration then starts with cache

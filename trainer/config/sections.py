@@ -128,7 +128,7 @@ class OptimizerConfig(Section):
     warmup_ratio: float = Field(0.04, ge=0, lt=1, description="Share of the steps spent warming up")
     decay_ratio: float = Field(0.2, gt=0, le=1, description="Share of the steps in which WSD decays")
     min_lr_ratio: float = Field(0.1, ge=0, le=1, description="Final learning rate as a share of the peak")
-    accumulate: int = Field(1, ge=1, description="Rows per drafter and optimizer step")
+    gradient_accumulation_steps: int = Field(1, ge=1, description="Rows per drafter and optimizer step")
     max_steps: int | None = Field(None, ge=1, description="Stop after this many optimizer steps; default: all epochs")
 
 
@@ -166,6 +166,10 @@ class TelemetryConfig(Section):
     every: int = Field(10, ge=1, description="Optimizer steps between metric lines")
     tensorboard: bool = Field(True, description="Write TensorBoard event files")
     wandb: bool = Field(False, description="Write Weights & Biases files, offline unless WANDB_MODE says otherwise")
+
+
+RENAMED_KEYS = {"optimizer.accumulate": "optimizer.gradient_accumulation_steps"}
+"""Keys of earlier versions, which are refused with the new one's name"""
 
 
 class RunConfig(Section):

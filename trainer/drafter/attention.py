@@ -1,4 +1,4 @@
-"""Lets a row's block queries attend to context and blocks, on the path that the mask is for.
+"""Lets a row's block queries attend to context and blocks, by flex_attention or by a dense mask.
 
 A BlockMask goes to flex_attention, which skips absent tiles and has a backward on CUDA only; a dense boolean mask
 goes to scaled_dot_product_attention, which trains anywhere. Both masks come from `trainer.drafter.blocks`.

@@ -1,4 +1,4 @@
-"""Which tokens does a row ask the drafter to predict, and which keys may each of its slots see?
+"""Builds the blocks that the drafter learns to predict in a row, and the masks of what each slot may see.
 
 A block is an anchor token followed by masked slots. All blocks of a row are queries at once; keys are the row's S
 context positions followed by the A*B block positions. Slot o of a block with anchor a sees

@@ -1,4 +1,4 @@
-"""What does the drafter compute? The DFlash network, with the layout and parameter names of the released checkpoints.
+"""Computes the drafter: the DFlash network, with the layout and parameter names of the released checkpoints.
 
 The target's tapped features are fused once (`fc`, `hidden_norm`) into a context that every layer reads through its own
 key and value projections: the same ones that serve the block. Embedding and head belong to the target and stay frozen,

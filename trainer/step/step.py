@@ -1,4 +1,4 @@
-"""What happens to one row on a drafter's device?
+"""Runs the pieces of one optimizer step on a drafter's device.
 
 `DrafterStep` owns static buffers of the run's one shape (S tokens, A anchors) and the pieces of an optimizer step over
 them. In their order:
