@@ -1,6 +1,6 @@
 """Tests, measures and trains on this machine's GPUs, and writes the record of the commit (`make gpu`).
 
-    python -m benchmarks.gpu [--parts tests bench peers run] [--small-target DIR] [--peers DIR] [--commit HASH]
+    python -m benchmarks.gpu [--parts tests bench peers run] [--only TEXT] [--small-target DIR] [--peers DIR] [--commit HASH]
 
 tests  the tests marked `gpu`
 bench  `trainer bench` at the shapes of SmolLM2 and Qwen3-8B
@@ -88,6 +88,7 @@ def main() -> int:
     """Measure the parts that were asked for; returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
+    parser.add_argument("--only", metavar="TEXT", default="", help="of the benchmarks, those with TEXT in their name")
     parser.add_argument("--small-target", type=Path, default=REPOSITORY / ".cache" / "smollm2")
     parser.add_argument("--peers", type=Path, help="folder with the unpacked wheels of the peers")
     parser.add_argument("--commit", help="what is measured, where git is not there to say it")
@@ -204,6 +205,9 @@ def _bench(record: Record, options: argparse.Namespace) -> None:
     part = record.parts["bench"] = {}
     two = torch.cuda.device_count() > 1
     for name, words in (BENCHMARKS | (ON_TWO if two else {})).items():
+        if options.only not in name:
+            record.not_run[name] = f"--only {options.only}"
+            continue
         print(f"--- {name}", flush=True)
         gc.collect()
         torch.cuda.empty_cache()
