@@ -9,7 +9,8 @@ from __future__ import annotations
 import shlex
 from collections.abc import Mapping
 
-from dflash_ops.run.record import RunPaths, unit_name
+from dflash_ops.remote.protocol import unit_name
+from dflash_ops.run.record import RunPaths
 
 # A container that is shut down gives its units about a minute (pct shutdown), so a longer grace would be cut off.
 STOP_SECONDS = 45

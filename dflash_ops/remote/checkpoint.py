@@ -5,16 +5,17 @@ from __future__ import annotations
 import os
 import signal
 import time
-from typing import Any, Dict, List
+from typing import Any, List
 
 from dflash_ops.remote import files, status, systemd
-from dflash_ops.remote.channel import RUN_FAILED, TEMPORARY, Channel, Refusal
+from dflash_ops.remote.channel import Channel, Refusal
 from dflash_ops.remote.files import RunPaths
+from dflash_ops.remote.protocol import RUN_FAILED, TEMPORARY, CheckpointAnswer, CheckpointRequest
 
 _POLL = 0.25
 
 
-def main(request: Dict[str, Any], channel: Channel) -> Dict[str, Any]:
+def main(request: CheckpointRequest, channel: Channel) -> CheckpointAnswer:
     """Ask for a checkpoint and wait until it is there.
 
     request: `root`; `run` or null; `timeout` seconds. Event: {run, asked}. Result: {run, checkpoint, seconds}.

@@ -17,13 +17,14 @@ import zipfile
 from typing import Any, Dict, List, Optional
 
 from dflash_ops.remote import files, process
-from dflash_ops.remote.channel import CONFIGURATION, TEMPORARY, Channel, Refusal
+from dflash_ops.remote.channel import Channel, Refusal
+from dflash_ops.remote.protocol import CONFIGURATION, TEMPORARY, EnvRequest
 
 DONE = ".dflash-environment.json"  # written last, before the rename
 _HASH = re.compile(r"[0-9a-f]{32}\Z")
 
 
-def main(request: Dict[str, Any], channel: Channel) -> Dict[str, Any]:
+def main(request: EnvRequest, channel: Channel) -> Dict[str, Any]:
     """request: `root`; `do`: list, platform (with `python`) or build (see `build`)."""
     if request["do"] == "list":
         return {"environments": listing(request["root"]), "interpreters": _interpreters(request["root"])}
@@ -94,7 +95,7 @@ def _find_uv(python: str) -> Optional[str]:
     return None
 
 
-def build(request: Dict[str, Any], channel: Channel) -> Dict[str, Any]:
+def build(request: EnvRequest, channel: Channel) -> Dict[str, Any]:
     """Build one.
 
     request: `root`; `name`, the environment's in the inventory; `lock`, its hash; `text`, the lock file; `python`, a
@@ -149,7 +150,7 @@ def _sweep(base: str, lock: str) -> None:
             shutil.rmtree(entry.path, ignore_errors=True)
 
 
-def _fill(request: Dict[str, Any], root: str, place: str, channel: Channel) -> None:
+def _fill(request: EnvRequest, root: str, place: str, channel: Channel) -> None:
     wheels = None
     if request["wheels"]:
         wheels = os.path.join(root, "wheels", request["wheels"], "wheels")

@@ -7,15 +7,15 @@ import os
 import selectors
 import signal
 import subprocess
-from typing import Any, Dict
 
 from dflash_ops.remote import files
-from dflash_ops.remote.channel import CONFIGURATION, USAGE, Channel, Refusal
+from dflash_ops.remote.channel import Channel, Refusal
+from dflash_ops.remote.protocol import CONFIGURATION, USAGE, ExecAnswer, ExecRequest
 
 _CHUNK = 1 << 16
 
 
-def main(request: Dict[str, Any], channel: Channel) -> Dict[str, Any]:
+def main(request: ExecRequest, channel: Channel) -> ExecAnswer:
     """Run a command.
 
     request: `root`, `run` or null for the newest; `argv`. Events: {to: out or err} with data. Result: `status`, as a

@@ -8,17 +8,17 @@ import time
 from typing import Any, Dict, Optional
 
 from dflash_ops.remote import files, gpu, process, status, systemd
-from dflash_ops.remote.channel import TEMPORARY, Channel, Refusal
+from dflash_ops.remote.channel import Channel, Refusal
 from dflash_ops.remote.files import RunPaths
+from dflash_ops.remote.protocol import TEMPORARY, KillAnswer, KillRequest, Wanted
 
 _POLL = 0.2
 _AFTER_FORCE = 15.0  # seconds for systemd to bury what was killed and for the recorder to write
 _GPU_FREE = 20.0  # seconds for the driver to give the memory back
 _LAUNCH = 45.0  # seconds for a launch of the same run to let go of its lock
-_DEAD = ("inactive", "failed")
 
 
-def main(request: Dict[str, Any], channel: Channel) -> Dict[str, Any]:
+def main(request: KillRequest, channel: Channel) -> KillAnswer:
     """Stop a run.
 
     request: `root`; `run` or null for the newest; `grace` seconds before SIGKILL; `force`: SIGKILL at once; `by`, who
@@ -26,14 +26,14 @@ def main(request: Dict[str, Any], channel: Channel) -> Dict[str, Any]:
     killed or already-ended; `snapshot`; `gpu`: the raw answer of nvidia-smi from before, null when not asked.
     """
     paths = files.find_run(request["root"], request.get("run"))
-    unit = _show(paths)
-    if _dead(unit) and not os.path.exists(paths.started):
+    unit = systemd.unit_of(paths.unit)
+    if systemd.is_over(unit) and not os.path.exists(paths.started):
         # A launch may be under way: between its mkdir and its started.json, which it holds the lock for, there is no
         # unit yet. It must not begin after we have said that the run has ended.
         with files.locked(os.path.join(request["root"], "launch.lock"), _LAUNCH):
-            unit = _show(paths)
+            unit = systemd.unit_of(paths.unit)
     started = files.read_json(paths.started) or {}
-    if _dead(unit):
+    if systemd.is_over(unit):
         channel.event(run=paths.run, state="already ended")
         return _answer("already-ended", paths, request, None)
     if started.get("invocation_id") and unit.get("InvocationID") not in ("", started["invocation_id"]):
@@ -44,7 +44,7 @@ def main(request: Dict[str, Any], channel: Channel) -> Dict[str, Any]:
         )
     used = _gpu_memory(paths, request)
     channel.pause(0)  # a kill that was given up while the container was frozen must not happen when it thaws
-    if _dead(_show(paths)) or os.path.exists(paths.exit):
+    if systemd.is_over(systemd.unit_of(paths.unit)) or os.path.exists(paths.exit):
         # It ended by itself while nvidia-smi was asked: a kill request now would hide how.
         channel.event(run=paths.run, state="already ended")
         return _answer("already-ended", paths, request, None)
@@ -66,7 +66,7 @@ def main(request: Dict[str, Any], channel: Channel) -> Dict[str, Any]:
     if refused is not None:
         if not sent:
             os.unlink(paths.kill_requested)
-        if not _dead(_show(paths)):
+        if not systemd.is_over(systemd.unit_of(paths.unit)):
             hint = "look at it with `systemctl status %s` in the container" % paths.unit
             raise Refusal(TEMPORARY, "systemd did not stop the run %s: %s" % (paths.run, refused), hint, "refused")
         channel.event(run=paths.run, state="already ended")
@@ -93,17 +93,9 @@ def main(request: Dict[str, Any], channel: Channel) -> Dict[str, Any]:
     return _answer(outcome, paths, request, used)
 
 
-def _answer(outcome: str, paths: RunPaths, request: Dict[str, Any], used: Optional[Dict[str, Any]]) -> Dict[str, Any]:
-    wanted = {"root": request["root"], "gpu": used is not None, "lines": 50}
+def _answer(outcome: str, paths: RunPaths, request: KillRequest, used: Optional[Dict[str, Any]]) -> KillAnswer:
+    wanted: Wanted = {"root": request["root"], "gpu": used is not None, "lines": 50}
     return {"outcome": outcome, "gpu": used, "snapshot": status.snapshot(paths, wanted)}
-
-
-def _show(paths: RunPaths) -> Dict[str, str]:
-    return systemd.show_units([paths.unit]).get(paths.unit, {})
-
-
-def _dead(unit: Dict[str, str]) -> bool:
-    return unit.get("LoadState") == "not-found" or unit.get("ActiveState") in _DEAD
 
 
 def _systemctl(*words: str) -> Optional[str]:
@@ -126,7 +118,7 @@ def _gone(paths: RunPaths, seconds: float, channel: Channel) -> bool:
     begin = time.monotonic()
     told = 0.0
     while True:
-        if _dead(_show(paths)):
+        if systemd.is_over(systemd.unit_of(paths.unit)):
             return True
         waited = time.monotonic() - begin
         if waited >= seconds:
@@ -137,7 +129,7 @@ def _gone(paths: RunPaths, seconds: float, channel: Channel) -> bool:
         channel.pause(min(_POLL, max(0.01, seconds - waited)))
 
 
-def _gpu_memory(paths: RunPaths, request: Dict[str, Any]) -> Optional[Dict[str, Any]]:
+def _gpu_memory(paths: RunPaths, request: KillRequest) -> Optional[Dict[str, Any]]:
     """nvidia-smi's answer while the run still holds its GPUs; None for a run on CPU."""
     spec = files.read_json(paths.spec) or {}
     held = spec.get("gpus") or {}
@@ -146,7 +138,7 @@ def _gpu_memory(paths: RunPaths, request: Dict[str, Any]) -> Optional[Dict[str, 
     return gpu.ask(request["root"])
 
 
-def _wait_for_gpus(request: Dict[str, Any], channel: Channel) -> None:
+def _wait_for_gpus(request: KillRequest, channel: Channel) -> None:
     """The driver gives memory back a moment after the process: wait until two answers are the same."""
     end = time.monotonic() + _GPU_FREE
     before = None

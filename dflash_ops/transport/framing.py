@@ -10,9 +10,9 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
+from dflash_ops.remote.protocol import MARK
 from dflash_ops.transport.base import BadAnswer, NoPython
 
-MARK = b"@@DFLASH "
 MAX_FRAME = 8 * 1024 * 1024
 MAX_NOISE = 16 * 1024 * 1024  # between two frames: a motd is never that long
 MAX_ANSWER = 256 * 1024 * 1024  # of a program that is run to its end: its events are kept until then

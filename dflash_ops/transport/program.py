@@ -9,10 +9,9 @@ from __future__ import annotations
 import hashlib
 import json
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
 from importlib import resources
-from typing import Any
 
 from dflash_ops.transport.base import Program
 
@@ -42,7 +41,7 @@ def _bundle() -> bytes:
 
 
 def encode(
-    program: Program, request: dict[str, Any], limit: float, payload: Iterable[bytes] | None = None
+    program: Program, request: Mapping[str, object], limit: float, payload: Iterable[bytes] | None = None
 ) -> Iterator[bytes]:
     """The bytes for stdin. `limit`: seconds after which the program ends itself."""
     body = json.dumps({"verb": program.verb, "limit": max(1, int(limit)), "request": request}).encode()

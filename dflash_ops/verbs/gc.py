@@ -8,7 +8,9 @@ from typing import Literal
 from pydantic import BaseModel, Field
 
 from dflash_ops.document import Document
+from dflash_ops.remote.protocol import GcRequest
 from dflash_ops.text import visible
+from dflash_ops.transport.base import result_of
 from dflash_ops.verbs.session import Session, parsed
 
 
@@ -60,7 +62,8 @@ def remove(session: Session, options: GcOptions, agreed: GcReport) -> GcReport:
 
 
 def _ask(session: Session, options: GcOptions, paths: list[str] | None) -> GcReport:
-    request = {
+    request: GcRequest = {
+        "root": session.root,
         "keep": options.keep,
         "older_than": options.older_than * 86400,
         "caches": options.caches,
@@ -68,9 +71,7 @@ def _ask(session: Session, options: GcOptions, paths: list[str] | None) -> GcRep
     }
     if paths is not None:
         session.so_far = "what was said to be removed is gone, the rest stays; `dflash gc` lists it"
-    for frame in session.stream("gc", request, deadline_between_frames=600):
-        if frame.kind == "result":
-            answer = parsed(_Collected, frame.value)
-            return GcReport(container=session.container_name, items=answer.items, removed=answer.removed)
-        session.say(f"removed {visible(str(frame.value.get('removed')))}")
-    raise AssertionError("a stream ends with a result or an error")
+    frames = session.stream("gc", request, deadline_between_frames=600)
+    value = result_of(frames, lambda frame: session.say(f"removed {visible(str(frame.value.get('removed')))}"))
+    answer = parsed(_Collected, value)
+    return GcReport(container=session.container_name, items=answer.items, removed=answer.removed)
