@@ -1,4 +1,4 @@
-"""Works out a launch: the run, its unit, its files and its spec; it only reads files and variables of this machine."""
+"""Works out a launch: run, unit, files and spec. Reads only files and variables of this machine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which code does a run execute? A release: the files of one package folder, named by the hash of their contents."""
+"""Packs the code that a run executes: the files of one folder, named by the hash of their contents."""
 
 from __future__ import annotations
 

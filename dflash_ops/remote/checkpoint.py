@@ -1,4 +1,4 @@
-"""How does a running trainer save now? It is sent SIGUSR2, and its checkpoints are watched for a new manifest."""
+"""Asks a running trainer to save, by SIGUSR2, and watches for the new manifest."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _POLL = 0.25
 def main(request: CheckpointRequest, channel: Channel) -> CheckpointAnswer:
     """Ask for a checkpoint and wait until it is there.
 
-    request: `root`; `run` or null; `timeout` seconds. Event: {run, asked}. Result: {run, checkpoint, seconds}.
+    Event: {run, asked}.
     """
     paths = files.find_run(request["root"], request.get("run"))
     pid = _main_pid(paths)

@@ -1,4 +1,4 @@
-"""What is kept of two runs, and where do their releases differ? Only files that differ are sent."""
+"""Reads what is kept of two runs, and sends the files in which their releases differ."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _MOST = 3 * 1024 * 1024  # bytes of all of them: a frame has a limit
 
 
 def main(request: DiffRequest, channel: Channel) -> DiffAnswer:
-    """request: `root`, `runs` [a, b]. Result: `runs` [{run, spec, facts, data}]; `files` {path: [text of a, of b]}."""
+    """What is kept of both runs, and the texts of the files that differ."""
     runs = [files.find_run(request["root"], name) for name in request["runs"]]
     kept = [_kept(paths) for paths in runs]
     return {"runs": kept, "files": _differing(request["root"], kept)}

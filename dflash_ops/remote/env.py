@@ -1,4 +1,4 @@
-"""Which locked environments are there, and how is one built? Beside the others, and under its name only when whole."""
+"""Lists locked environments and builds one beside them; it gets its name only when it is whole."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How does a command run as the trainer of a run does? In its release, with its interpreter and variables."""
+"""Runs a command as a run's trainer is run: in its release, with its interpreter and variables."""
 
 from __future__ import annotations
 
@@ -18,8 +18,7 @@ _CHUNK = 1 << 16
 def main(request: ExecRequest, channel: Channel) -> ExecAnswer:
     """Run a command.
 
-    request: `root`, `run` or null for the newest; `argv`. Events: {to: out or err} with data. Result: `status`, as a
-    shell gives it.
+    Events: {to: out or err} with data.
     """
     paths = files.find_run(request["root"], request.get("run"))
     spec = files.read_json(paths.spec)

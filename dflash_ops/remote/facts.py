@@ -1,4 +1,4 @@
-"""What is installed and true in the container? Read from files, without importing torch, within seconds.
+"""Collects what is installed and true in the container, from files, within seconds, without importing torch.
 
 Values of environment variables never leave the container: only their names do.
 """

@@ -1,4 +1,4 @@
-"""What does every remote program need? Frames, bounded subprocesses, crash-safe files, the names in a run directory."""
+"""Reads and writes a run's files: paths, crash-safe writes, locks."""
 
 from __future__ import annotations
 

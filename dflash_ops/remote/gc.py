@@ -1,4 +1,4 @@
-"""What may be removed from the container? Never what a run uses; what goes is renamed away first, then deleted."""
+"""Finds and removes what no run uses; renames a folder away first, then deletes it."""
 
 from __future__ import annotations
 
@@ -25,10 +25,7 @@ _LEFT_OVER = re.compile(r"[0-9a-f]{32}\.(tmp|damaged)-|\.gone-")
 def main(request: GcRequest, channel: Channel) -> GcAnswer:
     """List what may go, and remove it when `remove` holds its paths.
 
-    request: `root`; `keep`, how many of the newest ended runs stay; `older_than` seconds since its end that a run must
-    have, and since its last use a compile cache; `caches`: whether compile caches of any age and the other caches go
-    too; `remove`: null, or the paths that were agreed to. Events: {removed}. Result: `items` [{path, kind, bytes,
-    why}], `removed` paths.
+    Events: {removed}.
     """
     root = files.checked_root(request["root"])
     removed: List[str] = []

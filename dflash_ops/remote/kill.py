@@ -1,4 +1,4 @@
-"""How does a run end on request? Asked, waited for, forced, confirmed; each step is told while it happens."""
+"""Ends a run: asks, waits, forces, confirms, and reports each step."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, Dict, Optional
 from dflash_ops.remote import files, gpu, process, status, systemd
 from dflash_ops.remote.channel import Channel, Refusal
 from dflash_ops.remote.files import RunPaths
-from dflash_ops.remote.protocol import TEMPORARY, KillAnswer, KillRequest, Wanted
+from dflash_ops.remote.protocol import STOP_SECONDS, TEMPORARY, KillAnswer, KillRequest, Wanted
 
 _POLL = 0.2
 _AFTER_FORCE = 15.0  # seconds for systemd to bury what was killed and for the recorder to write
@@ -21,9 +21,7 @@ _LAUNCH = 45.0  # seconds for a launch of the same run to let go of its lock
 def main(request: KillRequest, channel: Channel) -> KillAnswer:
     """Stop a run.
 
-    request: `root`; `run` or null for the newest; `grace` seconds before SIGKILL; `force`: SIGKILL at once; `by`, who
-    asks; `stop_seconds`, the unit's own TimeoutStopSec. Events: {run, state}, {waited}. Result: `outcome`: stopped,
-    killed or already-ended; `snapshot`; `gpu`: the raw answer of nvidia-smi from before, null when not asked.
+    Events: {run, state}, {waited}.
     """
     paths = files.find_run(request["root"], request.get("run"))
     unit = systemd.unit_of(paths.unit)
@@ -49,31 +47,9 @@ def main(request: KillRequest, channel: Channel) -> KillAnswer:
         channel.event(run=paths.run, state="already ended")
         return _answer("already-ended", paths, request, None)
     grace, force = float(request["grace"]), bool(request["force"])
-    earlier = files.read_json(paths.kill_requested) or {"sent": False}
-    sent = bool(earlier.get("sent", True))
-    wish = {"time": time.time(), "by": request["by"], "grace": grace, "force": force, "sent": sent}
-    if force or not sent:
-        # The record comes first: whatever happens next, an end that follows will be known as asked for. `sent` comes
-        # when systemd took it: without that, a run that goes on and ends by itself later was not stopped by us.
-        files.write_json(paths.kill_requested, wish)
-    if force:
-        refused = _force(paths)
-    elif grace <= float(request["stop_seconds"]):
-        # systemd itself ends the run after its own time, even if we are gone by then.
-        refused = _systemctl("--no-block", "stop", paths.unit)
-    else:
-        refused = _systemctl("kill", "--kill-who=main", "--signal=TERM", paths.unit)
-    if refused is not None:
-        if not sent:
-            os.unlink(paths.kill_requested)
-        if not systemd.is_over(systemd.unit_of(paths.unit)):
-            hint = "look at it with `systemctl status %s` in the container" % paths.unit
-            raise Refusal(TEMPORARY, "systemd did not stop the run %s: %s" % (paths.run, refused), hint, "refused")
+    if not _ask(paths, grace, force, request["by"]):
         channel.event(run=paths.run, state="already ended")
         return _answer("already-ended", paths, request, None)
-    if not sent:
-        with contextlib.suppress(OSError):  # a disk that is full by now: the end itself must tell
-            files.write_json(paths.kill_requested, dict(wish, sent=True))
     channel.event(run=paths.run, state="asked to stop")
     outcome = "killed" if force else "stopped"
     if not force and not _gone(paths, grace, channel):
@@ -91,6 +67,35 @@ def main(request: KillRequest, channel: Channel) -> KillAnswer:
     if used is not None:
         _wait_for_gpus(request, channel)
     return _answer(outcome, paths, request, used)
+
+
+def _ask(paths: RunPaths, grace: float, force: bool, by: str) -> bool:
+    """Record who asks and ask systemd; false when the unit ended before. Raises Refusal when systemd does not do it."""
+    earlier = files.read_json(paths.kill_requested) or {"sent": False}
+    sent = bool(earlier.get("sent", True))
+    wish = {"time": time.time(), "by": by, "grace": grace, "force": force, "sent": sent}
+    if force or not sent:
+        # The record comes first: whatever happens next, an end that follows will be known as asked for. `sent` comes
+        # when systemd took it: without that, a run that goes on and ends by itself later was not stopped by us.
+        files.write_json(paths.kill_requested, wish)
+    if force:
+        refused = _force(paths)
+    elif grace <= STOP_SECONDS:
+        # systemd itself ends the run after its own time, even if we are gone by then.
+        refused = _systemctl("--no-block", "stop", paths.unit)
+    else:
+        refused = _systemctl("kill", "--kill-who=main", "--signal=TERM", paths.unit)
+    if refused is not None:
+        if not sent:
+            os.unlink(paths.kill_requested)
+        if not systemd.is_over(systemd.unit_of(paths.unit)):
+            hint = "look at it with `systemctl status %s` in the container" % paths.unit
+            raise Refusal(TEMPORARY, "systemd did not stop the run %s: %s" % (paths.run, refused), hint, "refused")
+        return False
+    if not sent:
+        with contextlib.suppress(OSError):  # a disk that is full by now: the end itself must tell
+            files.write_json(paths.kill_requested, dict(wish, sent=True))
+    return True
 
 
 def _answer(outcome: str, paths: RunPaths, request: KillRequest, used: Optional[Dict[str, Any]]) -> KillAnswer:

@@ -1,4 +1,4 @@
-"""How does a run begin? Made and started under one lock, so that it exists wholly or not at all; then watched."""
+"""Makes and starts a run under one lock, so that it exists wholly or not at all; then watches it."""
 
 from __future__ import annotations
 
@@ -26,9 +26,7 @@ _DYING = 5.0
 def main(request: LaunchRequest, channel: Channel) -> LaunchAnswer:
     """Start a run and watch it.
 
-    request: `root`, `run`; `spec` as spec.json without `created`; `files` {name: text} of FILES; `argv` of systemd-run;
-    `wait`: none, started or step; `timeout` seconds for the wait. Events: {stage}, {status}, {lines}. Result:
-    `reached`: none, started, step, ended or timeout; `snapshot`, a probe of the run.
+    Events: {stage}, {status}.
     """
     paths = RunPaths(request["root"], request["run"])
     version = preflight.systemd_version()

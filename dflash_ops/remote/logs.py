@@ -1,4 +1,4 @@
-"""What is in a run's log from a given byte on? Bytes leave with their (inode, offset): none is lost or repeated.
+"""Sends a run's log from a given byte on, each piece with its (inode, offset): none is lost or repeated.
 
 The cursor is the laptop's: after a broken connection it asks again from the last byte that it got. No `tail -f` is
 left behind, and no inotify is used: it misses renames on overlay file systems.

@@ -1,4 +1,4 @@
-"""How do the node and its container look from the node? Run on the host itself, not in the container."""
+"""Looks at the node and its container from the node; runs on the host itself."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Can a run be started in this container? Checked before anything is sent or made."""
+"""Checks that a run can be started in this container, before anything is sent or made."""
 
 from __future__ import annotations
 
@@ -20,9 +20,7 @@ _ASK = "import sys,json;print(json.dumps([list(sys.version_info[:3]),sys.executa
 
 
 def main(request: PreflightRequest, channel: Channel) -> PreflightAnswer:
-    """request: `root`; `run`, its name; `gpus`, indices that must be there; `release`, a name; `python`, the
-    interpreter's path; `locked`, whether dflash builds it.
-    """
+    """What is there for the run, and what is missing. Raises Refusal for what stands in its way."""
     root = files.checked_root(request["root"])
     paths = RunPaths(root, request["run"])
     if os.path.exists(paths.started):  # what a launch left that was cut off, the start looks into

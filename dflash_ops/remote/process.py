@@ -6,7 +6,7 @@ import contextlib
 import os
 import signal
 import subprocess
-from typing import Any, BinaryIO, Dict, NamedTuple, Optional, Sequence
+from typing import Any, BinaryIO, Callable, Dict, NamedTuple, Optional, Sequence
 
 
 class Completed(NamedTuple):
@@ -16,6 +16,7 @@ class Completed(NamedTuple):
     stdout: str
     stderr: str
     error: str  # why status is None
+    timed_out: bool = False
 
 
 def scratch() -> BinaryIO:
@@ -23,19 +24,36 @@ def scratch() -> BinaryIO:
     return os.fdopen(os.memfd_create("dflash"), "w+b")
 
 
-def call(argv: Sequence[str], timeout: float, env: Optional[Dict[str, str]] = None) -> Completed:
+def call(
+    argv: Sequence[str],
+    timeout: float,
+    env: Optional[Dict[str, str]] = None,
+    keep: Sequence[int] = (),
+    started: Callable[[int], object] = lambda pid: None,
+) -> Completed:
     """Run a command for at most `timeout` seconds, with no stdin and English messages; never raises for its failure.
 
     A child that even SIGKILL cannot end (a driver call in D state) is left behind, not waited for.
+
+    Args:
+        keep: descriptors that the child inherits.
+        started: is told the child's PID.
     """
     environment = dict(os.environ if env is None else env, LC_ALL="C")
     with scratch() as out, scratch() as err:
         try:
             child = subprocess.Popen(
-                list(argv), stdin=subprocess.DEVNULL, stdout=out, stderr=err, env=environment, start_new_session=True
+                list(argv),
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=err,
+                env=environment,
+                start_new_session=True,
+                pass_fds=tuple(keep),
             )
         except OSError as error:
             return Completed(None, "", "", "%s: %s" % (argv[0], error.strerror))
+        started(child.pid)
         status: Optional[int] = None
         problem = ""
         try:
@@ -46,7 +64,7 @@ def call(argv: Sequence[str], timeout: float, env: Optional[Dict[str, str]] = No
                 os.killpg(child.pid, signal.SIGKILL)
             with contextlib.suppress(subprocess.TimeoutExpired):
                 child.wait(0.5)
-        return Completed(status, _read_back(out), _read_back(err), problem)
+        return Completed(status, _read_back(out), _read_back(err), problem, bool(problem))
 
 
 def _read_back(stream: Any, limit: int = 4 * 1024 * 1024) -> str:

@@ -10,6 +10,9 @@ from typing import Any, Dict, List, Optional, TypedDict
 
 MARK = b"@@DFLASH "  # begins each frame
 RUN_NAME = r"[a-z0-9][a-z0-9-]{0,62}"
+# TimeoutStopSec of a unit. A container that is shut down gives its units about a minute (pct shutdown), so a longer
+# one would be cut off.
+STOP_SECONDS = 45
 MIN_SYSTEMD = 240  # Type=exec and StandardOutput=append:
 # Files of a run directory, by what they are called in the code.
 RUN_FILES = {
@@ -191,12 +194,11 @@ class LogsRequest(OneRun):
 
 
 class KillRequest(OneRun):
-    """`grace`: seconds before SIGKILL; `force`: at once; `by`: who asks; `stop_seconds`: the unit's TimeoutStopSec."""
+    """`grace`: seconds before SIGKILL; `force`: at once; `by`: who asks."""
 
     grace: float
     force: bool
     by: str
-    stop_seconds: float
 
 
 class RunsRequest(Rooted):

@@ -1,4 +1,4 @@
-"""Which files of a run are wanted, and what is in them? Sent from where the laptop already has them, with their hashes.
+"""Sends a run's files, from the byte where the laptop's copies end, with their hashes.
 
 `env` never leaves the container: it holds the run's secrets.
 """

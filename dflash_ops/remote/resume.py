@@ -1,4 +1,4 @@
-"""What does one need to know of a run to go on from its newest checkpoint?"""
+"""Reads what is needed to go on from a run's newest checkpoint."""
 
 from __future__ import annotations
 
@@ -8,11 +8,7 @@ from dflash_ops.remote.protocol import CONFIGURATION, TEMPORARY, FactsRequest, O
 
 
 def main(request: OneRun, channel: Channel) -> ResumeAnswer:
-    """request: `root`, `run`. Raises Refusal.
-
-    Result: `spec`; `checkpoint` and its `step`; `total` steps of the run (null when it did not say); the facts `then`
-    (or null) and `now`.
-    """
+    """The spec, the newest checkpoint and the facts of an ended run. Raises Refusal."""
     paths = files.find_run(request["root"], request["run"])
     spec = files.read_json(paths.spec)
     if spec is None:

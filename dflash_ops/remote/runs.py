@@ -1,4 +1,4 @@
-"""Which runs are there and how is each? systemd and the GPUs are asked once for all of them."""
+"""Reads every run's state; asks systemd and the GPUs once for all of them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dflash_ops.remote.protocol import RunsAnswer, RunsRequest
 
 
 def main(request: RunsRequest, channel: Channel) -> RunsAnswer:
-    """request: `root`; `count` of the newest runs. Events: a probe's snapshot each, newest first. Result: {total}."""
+    """Events: a snapshot of each run, newest first."""
     names = files.run_names(request["root"])
     chosen = [files.RunPaths(request["root"], name) for name in names[: int(request["count"])]]
     units: Dict[str, Dict[str, Any]] = {}

@@ -1,4 +1,4 @@
-"""What do the unit, the log and the GPUs say about a run, at this moment? One round trip; nothing is judged here."""
+"""Reads what the unit, the log and the GPUs say about a run, in one round trip; judges nothing."""
 
 from __future__ import annotations
 
@@ -24,8 +24,7 @@ _CHECKPOINT = re.compile(r"step-([0-9]{1,12})\Z")
 def main(request: StatusRequest, channel: Channel) -> Snapshot:
     """Probe a run.
 
-    request: `root`; `run` or null for the newest; `lines` of log wanted; `gpu` whether to ask nvidia-smi; `every`
-    seconds between events (then it goes on until the unit is gone), or null for one answer.
+    With `every`, events: a snapshot each, until the unit is gone.
     """
     paths = files.find_run(request["root"], request.get("run"))
     every = request.get("every")

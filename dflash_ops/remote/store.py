@@ -1,4 +1,4 @@
-"""How do files come into the container? Whole and verified, by a rename at the end, or not at all."""
+"""Stores files in the container: whole and verified, by a rename at the end, or not at all."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _STALE_SECONDS = 24 * 3600  # an upload that is older was cut off by something t
 def main(request: StoreRequest, channel: Channel) -> Dict[str, Any]:
     """Store a folder from the payload.
 
-    request: `root`; `shelf`; `name`, the hash of `files`, the manifest. The payload is all contents in that order.
+    The payload is all contents in the order of `files`, the manifest.
     """
     root, shelf, name, files = request["root"], request["shelf"], request["name"], request["files"]
     base = os.path.join(checked_root(root), shelf)

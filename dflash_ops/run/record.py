@@ -1,4 +1,4 @@
-"""What is a run: its name, the files that it consists of, and the records kept in them."""
+"""Defines a run: its name, the paths of its files, and the records kept in them."""
 
 from __future__ import annotations
 

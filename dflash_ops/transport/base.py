@@ -1,4 +1,4 @@
-"""What is a transport: run one program in the container and return its answer, or stream its frames.
+"""Defines a transport: it runs one program in the container and returns its answer, or streams its frames.
 
 A program is a module of `dflash_ops.remote` with `main(request, channel)`. It answers in frames: any number of
 events, then one result or one error. Every error a transport raises is a `TransportError` or, when the program

@@ -1,4 +1,4 @@
-"""How are verbs tested without a container? By a transport that records calls and answers from a script."""
+"""Records calls and answers from a script, so that verbs are tested without a container."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How does a command on a host become a transport? It is given the program on stdin and read in frames."""
+"""Makes a transport of a command on a host: the program goes to its stdin, frames come back."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which frames are in a stream of bytes? Noise around them is skipped; giant or malformed frames are refused.
+"""Finds frames in a stream of bytes; skips noise around them, refuses giant or malformed ones.
 
 A frame is a line: MARK and a JSON object with `kind` and `value`. With `bytes`, that many bytes follow as they are, and
 a newline: what is no text (compressed logs, weights) would take a third more as base64, and far longer.

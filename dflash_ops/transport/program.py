@@ -1,4 +1,4 @@
-"""What is sent into the container? A constant command line; everything else travels on stdin.
+"""Builds what is sent into the container: a constant command line; everything else travels on stdin.
 
 stdin is one header line `<sha256> <program bytes> <all bytes>`, the compressed program, the request, the payload.
 The one-liner runs nothing unless all announced bytes came and their hash is right, so a cut program never runs.

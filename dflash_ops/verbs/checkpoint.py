@@ -1,4 +1,4 @@
-"""How does one get a checkpoint now? The trainer is asked, and the answer comes when the checkpoint is whole."""
+"""Asks the trainer to save, and returns when the checkpoint is whole."""
 
 from __future__ import annotations
 

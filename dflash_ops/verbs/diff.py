@@ -1,4 +1,4 @@
-"""It worked yesterday: what is different today? Two runs, side by side, and only where they differ."""
+"""Compares two runs and reports only where they differ."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Is everything in place for a run, from the laptop to the GPUs? Every line states what was found, and the cure."""
+"""Checks everything between the laptop and the GPUs; each line states what is there, and the cure."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which interpreter runs the trainer: one that is there, or one that is built from a lock file and then left alone?"""
+"""Lists and builds locked environments, and tells which runs use one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How does one run a command where a run lives? In its release, with its interpreter and its variables."""
+"""Runs a command in a run's release, with its interpreter and variables."""
 
 from __future__ import annotations
 

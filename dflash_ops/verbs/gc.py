@@ -1,4 +1,4 @@
-"""What may go from the container, and how much room does that give? Shown first; removed only when said so."""
+"""Lists what nothing in the container uses, and removes it when told to."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def _ask(session: Session, options: GcOptions, paths: list[str] | None) -> GcRep
         "remove": paths,
     }
     if paths is not None:
-        session.so_far = "what was said to be removed is gone, the rest stays; `dflash gc` lists it"
+        session.so_far = "items reported as removed are gone, nothing else was touched; `dflash gc` lists the rest"
     frames = session.stream("gc", request, deadline_between_frames=600)
     value = result_of(frames, lambda frame: session.say(f"removed {visible(str(frame.value.get('removed')))}"))
     answer = parsed(_Collected, value)

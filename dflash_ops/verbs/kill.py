@@ -1,4 +1,4 @@
-"""How is a run ended? SIGTERM, so that the trainer saves and leaves; then SIGKILL; then proof that it is gone."""
+"""Ends a run: SIGTERM, so that the trainer saves; SIGKILL after the grace; then confirms that it is gone."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, Field
 
 from dflash_ops.document import Document
-from dflash_ops.plan.unit import STOP_SECONDS
-from dflash_ops.remote.protocol import KillRequest
+from dflash_ops.remote.protocol import STOP_SECONDS, KillRequest
 from dflash_ops.run.last_known import remember
 from dflash_ops.run.probes.gpu import GpuDevices, GpuNone, GpuReading, RawGpu, read_gpu
 from dflash_ops.run.probes.snapshot import Snapshot, read_snapshot
@@ -77,7 +76,6 @@ def kill(session: Session, options: KillOptions) -> KillReport:
         "grace": options.grace,
         "force": options.force,
         "by": launched_by(),
-        "stop_seconds": STOP_SECONDS,
     }
     who = options.run or "the newest run"
     tells = f"`dflash status{f' {options.run}' if options.run else ''}` tells"

@@ -1,4 +1,4 @@
-"""How is a run started? Planned here, checked, shipped and started in the container, and watched until it is true."""
+"""Starts a run and waits until it is confirmed."""
 
 from __future__ import annotations
 

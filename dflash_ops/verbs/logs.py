@@ -1,4 +1,4 @@
-"""What does a run say? Its log, followed over as many connections as it takes, with no byte lost or repeated."""
+"""Follows a run's log over as many connections as it takes; loses and repeats no byte."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How does what a run made come to the laptop? Resumed where it broke off, verified by hash, in place only when whole.
+"""Brings a run's files to the laptop: resumes, verifies by hash, puts in place only what is whole.
 
 A file is written to `<name>.partial`, a checkpoint to `<name>.partial/`, and renamed when its last byte was verified.
 """

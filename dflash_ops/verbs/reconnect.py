@@ -1,4 +1,4 @@
-"""How does a stream outlive its connection? It is asked for again, with a growing pause, from where it had come to."""
+"""Keeps a stream going: connects again, with a growing pause, and asks from where the last one ended."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""How does one go on where a run ended? A new run with the same code, configuration and environment, from its newest
-checkpoint; what has changed in the container since is said.
+"""Starts a new run from the newest checkpoint of an ended one, with its code, configuration and environment.
+
+What has changed in the container since is reported.
 """
 
 from __future__ import annotations

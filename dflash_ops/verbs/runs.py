@@ -1,4 +1,4 @@
-"""Which runs has a container seen, and how did each go?"""
+"""Lists a container's runs, each with its verdict."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What does a verb work with? One container, one connection to it, and a place to say how it goes."""
+"""Holds what a verb works with: one container, one connection to it, and a place to report progress."""
 
 from __future__ import annotations
 

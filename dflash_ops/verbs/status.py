@@ -1,4 +1,4 @@
-"""How is a run? Three probes in one round trip, a verdict, and what led to it.
+"""Asks for a run's status: three probes in one round trip, and a verdict.
 
 The answer's models are imported while the container works on it: reaching the container takes longer than that.
 """

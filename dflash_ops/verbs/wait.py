@@ -1,4 +1,4 @@
-"""When has a run come as far as it should? Watched over one connection; ends with the run's state as exit code."""
+"""Waits until a run has reached a goal; the exit code is the run's state."""
 
 from __future__ import annotations
 
