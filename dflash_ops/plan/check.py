@@ -87,6 +87,10 @@ def _deepest(lines: Lines, where: Location) -> int:
 def _explained(place: str, problem: ErrorDetails, where: Location, model: type[BaseModel]) -> ConfigurationError:
     name = ".".join(map(str, where))
     if problem["type"] == "extra_forbidden":
+        from trainer.config import RENAMED_KEYS
+
+        if name in RENAMED_KEYS:
+            return ConfigurationError(f"{place}: unknown key `{name}`", f"it is now called `{RENAMED_KEYS[name]}`")
         return unknown_key(place, name, str(where[-1]), _keys(model, where[:-1]))
     if problem["type"] == "missing":
         return ConfigurationError(f"{place}: the configuration has no `{name}`", f"add it; {_EXPLAIN}")

@@ -29,7 +29,9 @@ from dflash_ops.verbs.launch import LaunchReport, execute
 from dflash_ops.verbs.session import Session, parsed
 
 # What the number of steps follows from.
-_LONGER = re.compile(r"(data|optimizer|optimizer\.max_steps|optimizer\.accumulate|data\..*)=", re.DOTALL)
+_LONGER = re.compile(
+    r"(data|optimizer|optimizer\.max_steps|optimizer\.gradient_accumulation_steps|data\..*)=", re.DOTALL
+)
 
 
 @dataclass(frozen=True)
