@@ -7,9 +7,7 @@ import json
 import os
 import platform
 import re
-import selectors
 import shutil
-import signal
 import stat
 import subprocess
 import time
@@ -219,31 +217,16 @@ def _uv(argv: List[str], environment: Dict[str, str], channel: Channel) -> None:
         start_new_session=True,
     )
     said: List[str] = []
-    try:
-        assert child.stdout is not None
-        os.set_blocking(child.stdout.fileno(), False)
-        rest = b""
-        with selectors.DefaultSelector() as selector:
-            selector.register(child.stdout, selectors.EVENT_READ)
-            while True:
-                channel.pause(0)
-                if not selector.select(1):
-                    continue
-                data = child.stdout.read(1 << 16)
-                if not data:
-                    break
-                *lines, rest = (rest + data).split(b"\n")
-                for line in lines:
-                    said.append(line.decode("utf-8", "backslashreplace").rstrip())
-                    channel.event(line=said[-1][:500])
-        status = child.wait()
-    finally:
-        if child.poll() is None:
-            with contextlib.suppress(OSError):
-                os.killpg(child.pid, signal.SIGKILL)
-            child.wait()
-        if child.stdout is not None:
-            child.stdout.close()
+    rest = b""
+
+    def tell(_: str, data: bytes) -> None:
+        nonlocal rest
+        *lines, rest = (rest + data).split(b"\n")
+        for line in lines:
+            said.append(line.decode("utf-8", "backslashreplace").rstrip())
+            channel.event(line=said[-1][:500])
+
+    status = process.pass_on(child, lambda: channel.pause(0), tell)
     if status != 0:
         words = " ".join(line.strip() for line in said[-6:] if line.strip())[:800]
         code = TEMPORARY if "onnect" in words or "timed out" in words else CONFIGURATION

@@ -48,7 +48,7 @@ def main(request: PreflightRequest, channel: Channel) -> PreflightAnswer:
     }
 
 
-_FREE = "free space there (`dflash gc` shows what may go)"
+_FREE = "free space there (`dflash gc` lists what can be removed)"
 
 
 def taken(paths: RunPaths, unit: Dict[str, str]) -> Refusal:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import selectors
 import signal
 import subprocess
 from typing import Any, BinaryIO, Callable, Dict, NamedTuple, Optional, Sequence
@@ -71,3 +72,50 @@ def _read_back(stream: Any, limit: int = 4 * 1024 * 1024) -> str:
     stream.seek(0)
     data: bytes = stream.read(limit)
     return data.decode("utf-8", "backslashreplace")
+
+
+def pass_on(
+    child: "subprocess.Popen[bytes]",
+    tick: Callable[[], object],
+    told: Callable[[str, bytes], object],
+    grace: float = 0.0,
+) -> int:
+    """Hand on a child's outputs (`out`, `err`) as they come, until they end; its status.
+
+    Args:
+        tick: called at least once a second; what it raises ends the child.
+        grace: seconds from SIGTERM to SIGKILL then; 0: SIGKILL at once.
+    """
+    try:
+        with selectors.DefaultSelector() as selector:
+            for name, stream in (("out", child.stdout), ("err", child.stderr)):
+                if stream is not None:
+                    selector.register(stream, selectors.EVENT_READ, name)
+            while selector.get_map():
+                tick()
+                for key, _ in selector.select(1):
+                    data = os.read(key.fd, 1 << 16)
+                    if data:
+                        told(key.data, data)
+                    else:
+                        selector.unregister(key.fileobj)
+        while True:
+            try:
+                return child.wait(1)
+            except subprocess.TimeoutExpired:
+                tick()
+    finally:
+        _end(child, grace)
+
+
+def _end(child: "subprocess.Popen[bytes]", grace: float) -> None:
+    """Leave nothing of a child behind: neither its process group nor our ends of its pipes."""
+    for number, seconds in ((signal.SIGTERM, grace), (signal.SIGKILL, 5.0)):
+        if child.poll() is None and seconds:
+            with contextlib.suppress(OSError):
+                os.killpg(child.pid, number)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                child.wait(seconds)
+    for stream in (child.stdout, child.stderr):
+        if stream is not None:
+            stream.close()

@@ -38,7 +38,7 @@ class _Collected(BaseModel):
 
 
 class GcReport(Document):
-    """What may go, and what went."""
+    """What can be removed, and what was."""
 
     kind: Literal["gc"] = "gc"
     container: str
@@ -52,7 +52,7 @@ class GcReport(Document):
 
 
 def look(session: Session, options: GcOptions) -> GcReport:
-    """What may go. Nothing is removed."""
+    """List what can be removed; remove nothing."""
     return _ask(session, options, None)
 
 
