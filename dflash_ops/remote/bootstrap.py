@@ -1,4 +1,4 @@
-"""How does a program start in the container? Sources and request are in memory; nothing is written to disk.
+"""Starts a program in the container from memory; writes nothing to disk.
 
 This file is executed by the constant one-liner in `dflash_ops.transport.program`; a call of `start` is appended
 to it. It makes the shipped modules importable under their usual names and calls `main(request, channel)` of one.

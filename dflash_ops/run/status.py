@@ -1,4 +1,4 @@
-"""What is said of a run? The document of `dflash status`, made of one answer of the remote probe."""
+"""Builds the document of `dflash status` from a snapshot and its verdict."""
 
 from __future__ import annotations
 

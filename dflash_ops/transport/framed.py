@@ -1,12 +1,22 @@
-"""How does a command on a host become a transport? It is given the program on stdin and read in frames."""
+"""Makes a transport of a command on a host: the program goes to its stdin, frames come back."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from dflash_ops.errors import DflashError, Exit
-from dflash_ops.transport.base import ConnectionLost, Deadline, Exchange, Frame, Host, Program, RemoteRefusal, Reply
+from dflash_ops.transport.base import (
+    ConnectionLost,
+    Deadline,
+    Exchange,
+    Frame,
+    Host,
+    Program,
+    RemoteRefusal,
+    Reply,
+    result_of,
+)
 from dflash_ops.transport.framing import MAX_ANSWER, FrameDecoder
 from dflash_ops.transport.program import encode
 
@@ -31,7 +41,7 @@ class FramedTransport:
     def run(
         self,
         program: Program,
-        request: dict[str, Any],
+        request: Mapping[str, object],
         payload: Iterable[bytes] | None = None,
         deadline: float = 60.0,
         meanwhile: Callable[[], object] | None = None,
@@ -39,14 +49,11 @@ class FramedTransport:
         """See Transport.run."""
         events: list[Frame] = []
         stdin = encode(program, request, deadline, payload)
-        for frame in self._frames(program, stdin, Deadline(deadline), renew=False, meanwhile=meanwhile):
-            if frame.kind == "result":
-                return Reply(frame.value, events)
-            events.append(frame)
-        raise AssertionError("_frames ends with a result or raises")
+        frames = self._frames(program, stdin, Deadline(deadline), renew=False, meanwhile=meanwhile)
+        return Reply(result_of(frames, events.append), events)
 
     def stream(
-        self, program: Program, request: dict[str, Any], deadline_between_frames: float = 30.0
+        self, program: Program, request: Mapping[str, object], deadline_between_frames: float = 30.0
     ) -> Iterator[Frame]:
         """See Transport.stream."""
         stdin = encode(program, request, STREAM_LIMIT)

@@ -1,4 +1,4 @@
-"""Which frames are in a stream of bytes? Noise around them is skipped; giant or malformed frames are refused.
+"""Finds frames in a stream of bytes; skips noise around them, refuses giant or malformed ones.
 
 A frame is a line: MARK and a JSON object with `kind` and `value`. With `bytes`, that many bytes follow as they are, and
 a newline: what is no text (compressed logs, weights) would take a third more as base64, and far longer.
@@ -10,9 +10,9 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
+from dflash_ops.remote.protocol import MARK
 from dflash_ops.transport.base import BadAnswer, NoPython
 
-MARK = b"@@DFLASH "
 MAX_FRAME = 8 * 1024 * 1024
 MAX_NOISE = 16 * 1024 * 1024  # between two frames: a motd is never that long
 MAX_ANSWER = 256 * 1024 * 1024  # of a program that is run to its end: its events are kept until then

@@ -1,4 +1,4 @@
-"""How are programs run on this very machine? By /bin/sh, through the same command line, stdin and frames."""
+"""Runs programs on this machine, by /bin/sh, through the same command line, stdin and frames."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How is a container entered from its node? By `pct exec` or `lxc-attach`; what they say when they fail is explained.
+"""Enters a container from its node by `pct exec` or `lxc-attach`, and explains their failures.
 
 Their exit codes are ambiguous (2, 126, 127 and 255 may be the command's own, and ssh's), so only their words count,
 and no line numbers in them: these change with every version.

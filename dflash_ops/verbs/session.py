@@ -1,10 +1,10 @@
-"""What does a verb work with? One container, one connection to it, and a place to say how it goes."""
+"""Holds what a verb works with: one container, one connection to it, and a place to report progress."""
 
 from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -35,7 +35,7 @@ def parsed(model: type[Answer], value: dict[str, Any]) -> Answer:
 
 @dataclass
 class Session:
-    """Every verb is a function `(session, options) -> model`. Requests carry the container's root by themselves."""
+    """Every verb is a function `(session, options) -> model`."""
 
     inventory: Inventory
     container_name: str
@@ -57,19 +57,19 @@ class Session:
     def call(
         self,
         verb: str,
-        request: dict[str, Any] | None = None,
+        request: Mapping[str, object],
         payload: Iterable[bytes] | None = None,
         deadline: float = 60.0,
         meanwhile: Callable[[], object] | None = None,
     ) -> Reply:
         """Run a remote program to its result; `meanwhile` is called while it runs."""
-        return self.transport.run(Program(verb), {"root": self.root, **(request or {})}, payload, deadline, meanwhile)
+        return self.transport.run(Program(verb), request, payload, deadline, meanwhile)
 
     def stream(
-        self, verb: str, request: dict[str, Any] | None = None, deadline_between_frames: float = 30.0
+        self, verb: str, request: Mapping[str, object], deadline_between_frames: float = 30.0
     ) -> Iterator[Frame]:
         """Run a remote program and yield its frames; the last one is its result."""
-        return self.transport.stream(Program(verb), {"root": self.root, **(request or {})}, deadline_between_frames)
+        return self.transport.stream(Program(verb), request, deadline_between_frames)
 
     def __enter__(self) -> Session:
         return self

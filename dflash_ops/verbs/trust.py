@@ -1,4 +1,4 @@
-"""Is this the machine that it says it is? Shows the host key of each hop, asks, and writes down what is accepted."""
+"""Shows the host key of each hop, asks, and writes down the keys that are accepted."""
 
 from __future__ import annotations
 

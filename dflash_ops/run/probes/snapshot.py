@@ -1,4 +1,4 @@
-"""What is known about a run at one moment: the readings of its three probes, its records and its progress."""
+"""Holds what is known about a run at one moment: three readings, its records, its progress."""
 
 from __future__ import annotations
 
