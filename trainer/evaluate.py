@@ -25,9 +25,9 @@ from rich.console import Console
 from rich.table import Column, Table
 
 from trainer.config import DataConfig, TargetConfig
-from trainer.data.chat import read_template
 from trainer.data.progress import progress
 from trainer.data.prompts import Prompt, prompt_tokens, read_prompts
+from trainer.data.templates import read_template
 from trainer.decoding import Generation, Limits, Sampling, Writer
 from trainer.devices import find_device
 from trainer.drafter.model import DFlashDrafter

@@ -25,10 +25,10 @@ import torch
 from transformers import StoppingCriteria, StoppingCriteriaList
 
 from trainer.config import RunConfig, load
-from trainer.data.chat import RefusedChatError, read_template
 from trainer.data.documents import DataError
 from trainer.data.progress import progress
 from trainer.data.prompts import Prompt, prompt_tokens, read_prompts
+from trainer.data.templates import RefusedChatError, read_template
 from trainer.devices import find_device
 from trainer.inputs import require_prompts, require_target
 from trainer.target import load_model, load_tokenizer, stop_tokens

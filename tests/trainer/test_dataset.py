@@ -73,6 +73,10 @@ RECORDS: dict[str, tuple[dict[str, Any], str]] = {
         },
         ANSWER,
     ),
+    "sharegpt of another model": (
+        {"conversations": [{"from": "human", "value": "Hello?"}, {"from": "chatgpt", "value": "Good day, friend."}]},
+        ANSWER,
+    ),
     "text": ({"text": "Once upon a time."}, "Once upon a time."),
 }
 
@@ -151,6 +155,88 @@ def test_a_chat_that_the_template_refuses_is_counted_and_the_first_is_named(
     assert supervised_texts(documents) == ["Good day, friend.<end_of_turn>"]
 
 
+def test_a_chat_with_an_image_is_counted_and_does_not_end_the_run(
+    tmp_path: Path, target: TargetConfig, caplog: pytest.LogCaptureFixture
+) -> None:
+    image = {"role": "user", "content": [{"type": "image_url"}, {"type": "text", "text": "What is it?"}]}
+    path = jsonl(tmp_path / "a.jsonl", [{"messages": [image, CHAT[1]]}, {"messages": CHAT}])
+    with caplog.at_level(logging.INFO):
+        rows = open_rows(data(path), target)
+    assert (rows.statistics.documents, rows.statistics.unsupported) == (1, 1)
+    assert "left out: 1 record, the first is a.jsonl line 1: the content of a message must be text" in caplog.text
+    assert "1 without an anchor position, 1 with more than text;" in caplog.text
+
+
+def test_reasoning_that_the_template_drops_is_counted_and_said(
+    tmp_path: Path, target: TargetConfig, caplog: pytest.LogCaptureFixture
+) -> None:
+    template = tmp_path / "template.jinja"
+    template.write_text(chatting.CHATML.replace("{{ m.content }}", "{{ m.content.split('</think>')[-1] }}"))
+    thinking = {"role": "assistant", "content": "<think>Somebody greets.</think>Good day, friend."}
+    path = jsonl(tmp_path / "a.jsonl", [{"messages": CHAT}, {"messages": [CHAT[0], thinking]}])
+    with caplog.at_level(logging.INFO):
+        rows = open_rows(data(path, chat_template=template), target)
+    assert rows.statistics.reasoning_dropped == 1
+    assert "in 1 record the chat template drops the assistant's reasoning, the first is a.jsonl line 2;" in caplog.text
+    assert "; 1 with reasoning that the chat template drops; " in caplog.text
+
+
+def test_calls_are_the_same_tokens_from_jsonl_and_from_parquet_which_fills_keys_with_null(
+    tmp_path: Path, target: TargetConfig
+) -> None:
+    template = tmp_path / "template.jinja"
+    template.write_text(
+        "{{ tools | tojson }}"
+        + chatting.CHATML.replace("<|im_end|>", "{{ m.tool_calls | default([]) | tojson }}<|im_end|>")
+    )
+    records = [
+        {
+            "messages": [
+                CHAT[0],
+                {"role": "assistant", "content": "", "tool_calls": [{"name": name, "arguments": given}]},
+            ],
+            "tools": [{"type": "function", "function": {"name": name, "parameters": dict.fromkeys(given, "text")}}],
+        }
+        for name, given in (("pay", {"recipient": "Ann"}), ("clock", {"zone": "UTC"}))
+    ]
+    write_table(pyarrow.Table.from_pylist(records), tmp_path / "a.parquet")
+    jsonl(tmp_path / "a.jsonl", records)
+    from_lines, from_columns = (
+        open_documents(data(tmp_path / name, chat_template=template), target) for name in ("a.jsonl", "a.parquet")
+    )
+    assert from_lines.tokens.tolist() == from_columns.tokens.tolist()
+    assert from_lines.supervised.tolist() == from_columns.supervised.tolist()
+
+
+def test_ids_are_held_against_the_targets_embedding_which_may_be_larger_or_smaller_than_its_tokenizer(
+    folder: Path, tmp_path: Path, target: TargetConfig
+) -> None:
+    padding = {"input_ids": [1, 31999], "loss_mask": [0, 1]}
+    open_documents(data(jsonl(tmp_path / "a.jsonl", [padding])), target)
+    chatting.save(chatting.tokenizer(), tmp_path / "small")
+    (tmp_path / "small" / "config.json").write_text('{"model_type": "llama", "vocab_size": 100}')
+    with pytest.raises(DataError, match=r"a.jsonl line 1 holds token ids outside the target's 100$"):
+        open_documents(
+            data(jsonl(tmp_path / "a.jsonl", [{"text": "Once upon a time."}])),
+            TargetConfig(path=str(tmp_path / "small")),
+        )
+
+
+def test_a_damaged_cache_is_one_sentence_that_says_what_to_delete(tmp_path: Path, target: TargetConfig) -> None:
+    path = jsonl(tmp_path / "a.jsonl", [{"text": "Once upon a time."}])
+    folder = tmp_path / ".dflash-cache" / open_documents(data(path), target).content_hash
+    for name in ("documents.json", "tokens.i32", "supervised.b1", "offsets.npy", "candidates.npy"):
+        whole = (folder / name).read_bytes()
+        (folder / name).write_bytes(whole[: len(whole) // 2])
+        with pytest.raises(DataError, match=rf"in {folder} are damaged .*: delete this folder"):
+            open_documents(data(path), target)
+        (folder / name).unlink()
+        with pytest.raises(DataError, match=rf"in {folder} are damaged .*: delete this folder"):
+            open_documents(data(path), target)
+        (folder / name).write_bytes(whole)
+    assert len(open_documents(data(path), target)) == 1
+
+
 def test_raw_text_needs_no_chat_template(tmp_path: Path) -> None:
     chatting.save(chatting.tokenizer(None), tmp_path / "bare")
     target = TargetConfig(path=str(tmp_path / "bare"))
@@ -167,10 +253,18 @@ FAULTS: dict[str, tuple[str, str]] = {
     "no known key": ('{"prompt": "a"}\n', r"a.jsonl line 1 has none of input_ids.*its keys are \['prompt'\]"),
     "no role": ('{"messages": [{"content": "a"}]}\n', r"a.jsonl line 1: a message needs a role"),
     "no list": ('{"messages": "a"}\n', r"a.jsonl line 1: a chat must be a list of messages"),
-    "an image": (
-        '{"messages": [{"role": "user", "content": [{"type": "image"}]}]}\n',
+    "content that is a number": (
+        '{"messages": [{"role": "user", "content": 3}]}\n',
         r"a.jsonl line 1: the content of a message must be text",
     ),
+    "another framework's mask": (
+        '{"input_ids": [1, 2], "loss_mask": [-100, 1]}\n',
+        r"a.jsonl line 1: loss_mask must hold 1 \(learned\), 0, true or false, not -100",
+    ),
+    "a mask of texts": ('{"input_ids": [1, 2], "loss_mask": ["0", "0"]}\n', r"loss_mask must hold 1 .* not '0'"),
+    "a mask with holes": ('{"input_ids": [1, 2], "loss_mask": [1, null]}\n', r"loss_mask must hold 1 .* not None"),
+    "deep nesting": ('{"text": ' + "[" * 100000 + "]" * 100000 + "}\n", r"a.jsonl line 1 is nested too deeply$"),
+    "tools that are no JSON": ('{"messages": [], "tools": "clock"}\n', r"a.jsonl line 1: tools is text, but not JSON$"),
     "no mask": ('{"input_ids": [1, 2]}\n', r"a.jsonl line 1 needs a loss_mask as long as its input_ids"),
     "ids that are no list": (
         '{"input_ids": 5, "loss_mask": 5}\n',
@@ -187,7 +281,11 @@ FAULTS: dict[str, tuple[str, str]] = {
     "half a character": ('{"text": "x \\uD83D y"}\n', r"a.jsonl line 1 holds half of a surrogate pair"),
     "foreign ids": (
         '{"input_ids": [1, 99999], "loss_mask": [1, 1]}\n',
-        r"a.jsonl line 1 holds token ids outside the target's \d+",
+        r"a.jsonl line 1 holds token ids outside the target's 32000$",
+    ),
+    "an id that no array holds": (
+        '{"input_ids": [1, 99999999999], "loss_mask": [1, 1]}\n',
+        r"a.jsonl line 1 holds token ids outside the target's 32000$",
     ),
 }
 
@@ -274,7 +372,16 @@ def test_the_content_hash_follows_everything_that_changes_tokens_and_nothing_els
     changed = jsonl(tmp_path / "changed.jsonl", [{"messages": CHAT * 2}])
     base = open_documents(data(path), target).content_hash
     assert open_documents(data(copy, anchors_per_row=3, seed=5), target).content_hash == base
+    chatting.save(chatting.tokenizer(), tmp_path / "named")
+    named = tmp_path / "named" / "tokenizer_config.json"
+    named.write_text(named.read_text().replace("<|im_end|>", "<|eot|>"))
+    chatting.save(chatting.tokenizer(), tmp_path / "stopping")
+    (tmp_path / "stopping" / "generation_config.json").write_text('{"eos_token_id": [2, 6]}')
+    chatting.save(chatting.tokenizer(), tmp_path / "moved")
+    assert open_documents(data(path), TargetConfig(path=str(tmp_path / "moved"))).content_hash == base
     others = [
+        open_documents(data(path), TargetConfig(path=str(tmp_path / "named"))),
+        open_documents(data(path), TargetConfig(path=str(tmp_path / "stopping"))),
         open_documents(data(changed), target),
         open_documents(data(path, copy), target),
         open_documents(data(path, max_document_length=30), target),

@@ -15,8 +15,8 @@ from transformers import AutoTokenizer
 from tests.trainer import chatting
 from tests.trainer.tiny_models import save_target, tiny_target
 from trainer.data import DataError
-from trainer.data.chat import RefusedChatError
 from trainer.data.prompts import prompt_tokens, read_prompts
+from trainer.data.templates import RefusedChatError
 from trainer.inputs import HUMAN_EVAL, PACKAGES, InputError
 
 

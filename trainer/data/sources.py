@@ -7,40 +7,10 @@ import json
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from trainer.data.documents import DataError
-
-
-@dataclass(frozen=True, slots=True)
-class Chat:
-    """A conversation as chat templates read it."""
-
-    messages: list[dict[str, Any]]
-    tools: list[Any] | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Text:
-    """Raw text, all of it supervised."""
-
-    text: str
-
-
-@dataclass(frozen=True, slots=True)
-class Tokens:
-    """Token ids with their supervision, as `trainer regenerate` writes them."""
-
-    input_ids: list[int]
-    loss_mask: list[bool]
-
-
-Record = Chat | Text | Tokens
-
-_ROLES = {"human": "user", "gpt": "assistant"}
-"""ShareGPT's names for the roles"""
 
 
 def read_fields(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -106,6 +76,8 @@ def _read_jsonl(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
             raise DataError(f"{where} holds half of a surrogate pair, which is no text") from None
         except ValueError as error:
             raise DataError(f"{where} is not JSON: {error}") from error
+        except RecursionError:
+            raise DataError(f"{where} is nested too deeply") from None
         if not isinstance(fields, dict):
             raise DataError(f"{where} must be an object, not {type(fields).__name__}")
         yield where, fields
@@ -120,58 +92,3 @@ def _read_parquet(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
             for fields in batch.to_pylist():
                 number += 1
                 yield f"{path.name} row {number}", fields
-
-
-def parse(where: str, fields: dict[str, Any]) -> Record:
-    """The record in `fields`; token ids win over chats, chats over text.
-
-    Raises:
-        DataError: none of these is there, or it has the wrong shape.
-    """
-    if fields.get("input_ids") is not None:
-        return _parse_tokens(where, fields)
-    for name in ("messages", "conversations"):
-        if fields.get(name) is not None:
-            return _parse_chat(where, fields[name], fields.get("tools"))
-    if isinstance(fields.get("text"), str):
-        return Text(fields["text"])
-    raise DataError(f"{where} has none of input_ids, messages, conversations and text; its keys are {sorted(fields)}")
-
-
-def _parse_tokens(where: str, fields: dict[str, Any]) -> Tokens:
-    ids, mask = fields["input_ids"], fields.get("loss_mask")
-    if not isinstance(ids, list) or not all(isinstance(token, int) for token in ids):
-        raise DataError(f"{where}: input_ids must be a list of integers")
-    if not isinstance(mask, list) or len(mask) != len(ids):
-        raise DataError(f"{where} needs a loss_mask as long as its input_ids")
-    return Tokens(ids, [bool(flag) for flag in mask])
-
-
-def _parse_chat(where: str, messages: Any, tools: Any) -> Chat:
-    if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
-        raise DataError(f"{where}: a chat must be a list of messages")
-    return Chat([_parse_message(where, message) for message in messages], tools or None)
-
-
-def _parse_message(where: str, message: dict[str, Any]) -> dict[str, Any]:
-    role = message.get("role", message.get("from"))
-    if not isinstance(role, str):
-        raise DataError(f"{where}: a message needs a role (or from)")
-    # Parquet spells out the fields that a message lacks as null; templates ask whether a field is there.
-    rest = {
-        key: value
-        for key, value in message.items()
-        if key not in ("role", "from", "content", "value") and value is not None
-    }
-    content = message.get("content", message.get("value"))
-    return {"role": _ROLES.get(role, role), "content": _plain(where, content), **rest}
-
-
-def _plain(where: str, content: Any) -> str:
-    if content is None:
-        return ""
-    if isinstance(content, list) and all(isinstance(part, dict) and part.get("type") == "text" for part in content):
-        return "".join(str(part.get("text") or "") for part in content)
-    if not isinstance(content, str):
-        raise DataError(f"{where}: the content of a message must be text; images and sounds are not supported")
-    return content
