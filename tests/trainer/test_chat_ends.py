@@ -94,6 +94,29 @@ def test_what_the_generation_prompt_gives_is_not_supervised_though_it_is_marked(
     assert written(template, *TWO_TURNS) == ["Good day.<|im_end|>", "See you!<|im_end|>"]
 
 
+def test_the_part_of_a_prompt_that_stands_before_an_answer_without_reasoning_is_not_supervised() -> None:
+    prompt = "{% if add_generation_prompt %}<|start|><think>\n{% endif %}"
+    template = (
+        "{% for m in messages %}{% if m.role == 'assistant' %}{% generation %}<|start|>{{ m.content }}<|end|>\n"
+        "{% endgeneration %}{% else %}{{ m.content }}{% endif %}{% endfor %}" + prompt
+    )
+    assert written(template, *TWO_TURNS) == ["Good day.<|end|>", "See you!<|end|>"]
+
+
+def test_two_tokens_end_an_answer_if_the_target_stops_at_the_second() -> None:
+    (number,) = TOKENIZER.encode("<|eot|>", add_special_tokens=False)
+    template = chatting.CHATML.replace("<|im_end|>", "<|end|><|eot|>")
+    assert written(template, *TWO_TURNS, ends=(number,)) == ["Good day.<|end|><|eot|>", "See you!<|end|><|eot|>"]
+    stopping = TOKENIZER.encode("<|end|>", add_special_tokens=False)
+    assert written(template, *TWO_TURNS, ends=(number, *stopping)) == ["Good day.<|end|>", "See you!<|end|>"]
+
+
+def test_calls_that_the_template_hides_are_reported() -> None:
+    found = encoded(chatting.CHATML, TWO_TURNS[0], message("assistant", "", tool_calls=[{"name": "clock"}]))
+    assert found.untellable
+    assert not found.supervised.any()
+
+
 def test_marks_are_followed_inside_blocks_that_the_template_keeps_for_later() -> None:
     kept = chatting.MARKED.replace("{% for m", "{% set all %}{% for m") + "{% endset %}<bos>{{ all }}"
     assert written(kept, *TWO_TURNS) == ["Good day.<|im_end|>", "See you!<|im_end|>"]

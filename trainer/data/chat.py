@@ -131,13 +131,15 @@ class _Reader:
         self._prompt = self._generation_prompt()
         self._turn_ends = TurnEnds(tokenizer, ends, self._try_render, self._prompt)
         self._marks = Marks.of(template)
+        self._openers = self._find_openers() if self._marks is not None else []
 
     def spans(self, text: str, chat: Chat) -> tuple[list[_Span], bool]:
         """The assistant's characters, and whether a turn of the assistant's left no trace in the text."""
         if self._marks is not None:
             marked = self._apply(self._marks.template, chat.messages, chat.tools)
-            found = self._marks.spans(marked, text, self._prompt, self._prompts(text, chat))
+            found = self._marks.spans(marked, text, self._openers, self._prompts(text, chat))
             if found is not None:
+                found = [(start, self._without_blanks_behind_end(text, start, end)) for start, end in found]
                 says_something = any(m["role"] == "assistant" and _says_something(m) for m in chat.messages)
                 return found, says_something and not found
         spans: list[_Span] = []
@@ -198,8 +200,10 @@ class _Reader:
         return [span for span in said + behind if span[0] < span[1]]
 
     def _grown(self, text: str, chat: Chat, number: int, changed: _Span, floor: int) -> list[_Span]:
-        """A turn with what the model writes around it; nothing of an empty one."""
+        """A turn with what the model writes around it; nothing of one whose words the template hides."""
         start = self._start(text, chat, number, changed, floor, only_calls=False)
+        if not text[start : changed[1]].strip() and _says_something(chat.messages[number]):
+            return []
         span = self._with_end(text, (start, changed[1]))
         return [span] if span[0] < span[1] else []
 
@@ -228,6 +232,10 @@ class _Reader:
             if prompt >= 0:
                 return prompt + len(self._prompt)
         return start
+
+    def _without_blanks_behind_end(self, text: str, start: int, end: int) -> int:
+        last = self._turn_ends.search(text, start, end)
+        return last if last is not None and not text[last:end].strip() else end
 
     def _first_result(self, text: str, chat: Chat, number: int) -> int | None:
         """Where the first result that answers message `number` begins."""
@@ -274,6 +282,17 @@ class _Reader:
         given = (self._try_render(chat.messages[:number], chat.tools, prompt=True) for number in numbers)
         return [len(before) for before in given if before is not None and text.startswith(before)]
 
+    def _find_openers(self) -> list[str]:
+        """The generation prompt, and as much of it as stands before an answer without reasoning."""
+        asked, answered = self._try_render(TWO_TURNS[:1]), self._try_render(TWO_TURNS[:2])
+        if not self._prompt or asked is None or answered is None or not answered.startswith(asked):
+            return [self._prompt]
+        opening = answered.removeprefix(asked)
+        return [
+            self._prompt,
+            self._prompt[: _common_prefix(opening, self._prompt, min(map(len, (opening, self._prompt))))],
+        ]
+
     def _generation_prompt(self) -> str:
         """What the template puts before the assistant's answer when it is asked for one."""
         question = [{"role": "user", "content": "?"}]
@@ -284,7 +303,7 @@ class _Reader:
 
 
 def _says_something(message: _Message) -> bool:
-    return bool(message["content"].strip()) or len(message) > 2
+    return bool(message["content"].strip() or message.get("tool_calls")) or any(map(message.get, _REASONING_FIELDS))
 
 
 def _with_stand_in_calls(message: _Message) -> _Message:

@@ -31,17 +31,19 @@ def configured_ends(target: TargetConfig) -> tuple[int, ...]:
     """The ids at which the target stops, by its generation config or else by its own config; perhaps none."""
     from transformers import GenerationConfig, PreTrainedConfig
 
-    config_dict: Any = PreTrainedConfig.get_config_dict
-    options: dict[str, Any] = {"local_files_only": is_hub_name(target.path) and not hub_answers()}
-    ids: Any = None
-    for read in (
-        lambda: GenerationConfig.from_pretrained(target.path, **options).eos_token_id,
-        lambda: config_dict(target.path, **options)[0].get("eos_token_id"),
-    ):
+    # transformers has no types for either.
+    generation_config: Any = GenerationConfig.from_pretrained
+    own_config: Any = PreTrainedConfig.get_config_dict
+    options = {"local_files_only": is_hub_name(target.path) and not hub_answers()}
+    try:
+        ids = generation_config(target.path, **options).eos_token_id
+    except (OSError, ValueError):  # there is no such file
+        ids = None
+    if ids is None:
         try:
-            ids = read() if ids is None else ids
-        except (OSError, ValueError):  # there is no such file: with a GGUF file, the tokenizer alone knows
-            continue
+            ids = own_config(target.path, **options)[0].get("eos_token_id")
+        except (OSError, ValueError):  # with a GGUF file, the tokenizer alone knows
+            ids = None
     return tuple([ids] if isinstance(ids, int) else ids or ())
 
 
@@ -64,11 +66,18 @@ class TurnEnds:
         told = {tokenizer.eos_token or "", *(tokenizer.decode([number]) for number in ids if number < len(tokenizer))}
         found = told | _behind_last_answer(render, added_pattern) | _between_turns(render, added_pattern, prompt)
         self._pattern = _any_of(found - {""})
+        self._stops = _any_of(told - {""})
 
     def match(self, text: str, position: int) -> int | None:
         """Where the end that stands at `position`, perhaps behind blanks, is over; None: no end stands there."""
         found = self._pattern.match(text, position) if self._pattern else None
-        return found.end() if found else None
+        if found is None:
+            return None
+        # Some write two, of which they stop at the second.
+        stop = (
+            self._stops.match(text, found.end()) if self._stops and not self._stops.fullmatch(found.group()) else None
+        )
+        return (stop or found).end()
 
     def search(self, text: str, start: int, end: int) -> int | None:
         """Where the last end in a span is over; None: there is none."""

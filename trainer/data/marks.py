@@ -38,11 +38,11 @@ class Marks:
             )
         )
 
-    def spans(self, marked: str, text: str, prompt: str, prompts: list[int]) -> list[_Span] | None:
+    def spans(self, marked: str, text: str, openers: list[str], prompts: list[int]) -> list[_Span] | None:
         """The marked characters of `text` that the target was not given; None where the marks cannot be followed.
 
-        `marked` is what this template renders, `text` what the template without marks does. `prompt` opens an answer
-        to a first question, and `prompts` are where the target began to write.
+        `marked` is what this template renders, `text` what the template without marks does. `prompts` are where the
+        target began to write; `openers` are what it was given before, for turns before which the text changed since.
         """
         found = _between_marks(marked, text)
         if found is None:
@@ -54,7 +54,7 @@ class Marks:
             if given:
                 begin = max(start, min(given))
             else:
-                begin = _behind_prompt(text, start, prompt, floor)
+                begin = max([start, *(_behind(text, start, opener, floor) for opener in openers)])
             if begin < end:
                 kept.append((begin, end))
             floor = end
@@ -79,10 +79,10 @@ def _between_marks(marked: str, text: str) -> list[_Span] | None:
     return spans if length == len(text) and begin is None else None
 
 
-def _behind_prompt(text: str, start: int, prompt: str, floor: int) -> int:
-    """`start`, moved behind the generation prompt if the span begins inside or at it."""
-    for inside in range(len(prompt), -1, -1):
+def _behind(text: str, start: int, opener: str, floor: int) -> int:
+    """`start`, moved behind an opener if the span begins inside or at it."""
+    for inside in range(len(opener), -1, -1):
         place = start - inside
-        if place >= floor and text.startswith(prompt, place):
-            return max(start, place + len(prompt))
+        if place >= floor and text.startswith(opener, place):
+            return place + len(opener)
     return start
