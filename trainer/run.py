@@ -28,6 +28,7 @@ from trainer.data.dataset import open_rows
 from trainer.devices import require_devices
 from trainer.drafter.config import DrafterConfig
 from trainer.drafter.released import read_drafter
+from trainer.hub import drafter_folder
 from trainer.inputs import require_run
 from trainer.notify import Notifier
 from trainer.optim import build_optimizer
@@ -298,7 +299,7 @@ def released_start(settings: RunConfig) -> TrainState | None:
     """Step 0 with the weights of `drafter.init_from`; None where there is no such drafter to continue from."""
     if settings.drafter.init_from is None:
         return None
-    drafter = read_drafter(settings.drafter.init_from)
+    drafter = read_drafter(drafter_folder(settings.drafter.init_from))
     moments = build_optimizer(drafter.named_parameters(), settings.optimizer, total_steps=1).state_dict()
     return TrainState(0, drafter.state_dict(), moments)
 

@@ -33,7 +33,7 @@ from trainer.data.ends import configured_ends
 from trainer.data.progress import progress
 from trainer.data.records import Text, Tokens, UnsupportedRecordError, parse
 from trainer.data.rows import RowSource
-from trainer.data.sources import count_records, read_fields, readable
+from trainer.data.sources import count_records, find_files, read_fields, readable
 from trainer.data.templates import RefusedChatError, read_template
 from trainer.target import load_model_config, load_tokenizer
 from trainer.wording import count
@@ -206,17 +206,20 @@ def open_documents(data: DataConfig, target: TargetConfig) -> Documents:
     encoder = _RecordEncoder(recipe)
     max_length = data.max_document_length or data.sequence_length
     digest = hashlib.sha256(f"{_FORMAT} {max_length} {encoder.fingerprint()}".encode())
-    for source in data.sources:
-        digest.update(_hash_of(source))
+    files = find_files(data.sources)
+    for file in files:
+        digest.update(_hash_of(file))
     content_hash = digest.hexdigest()[:32]
-    cache = data.cache_dir or data.sources[0].resolve().parent / ".dflash-cache"
+    first = data.sources[0]
+    beside = first.resolve() if first.exists() else files[0].absolute()  # a pattern, or fetched from the hub
+    cache = data.cache_dir or beside.parent / ".dflash-cache"
     folder = cache / content_hash
     if not folder.is_dir():
         try:
             cache.mkdir(parents=True, exist_ok=True)
             with _locked(cache / f"{content_hash}.lock"):
                 if not folder.is_dir():  # another process may have built it while this one waited
-                    _build(data.sources, recipe, max_length, folder, content_hash)
+                    _build(files, recipe, max_length, folder, content_hash)
         except OSError as error:
             raise DataError(
                 f"the tokenised documents cannot be written to {cache}: {error.strerror}; set data.cache_dir"

@@ -18,6 +18,7 @@ from transformers import PreTrainedConfig
 from transformers.models.qwen3.configuration_qwen3 import Qwen3Config
 
 from trainer.config import DrafterSection
+from trainer.hub import drafter_folder
 
 LayerType = Literal["full_attention", "sliding_attention"]
 
@@ -275,7 +276,9 @@ class DrafterConfig:
         """
         text = target.get_text_config()
         if section.init_from is not None:
-            config = cls.read(section.init_from)
+            folder = drafter_folder(section.init_from)
+            config = cls.read(folder)
+            _require_layer_ids(folder)
             _check_repeats(section, config)
         else:
             config = _new_config(section, text, tokenizer)
@@ -304,6 +307,16 @@ class DrafterConfig:
                 f"target_layer_ids {list(self.target_layer_ids)} has the target's last layer ({last}), which other "
                 f"programs show only behind the final norm; name layers 0 to {last - 1}"
             )
+
+
+def _require_layer_ids(folder: Path) -> None:
+    """Refuse to continue from a drafter whose layers would have to be guessed: guessed wrong, its training is lost."""
+    document = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    if not (document.get("target_layer_ids") or (document.get("dflash_config") or {}).get("target_layer_ids")):
+        raise DrafterConfigError(
+            f"{folder}/config.json does not say which layers of the target the drafter reads: add target_layer_ids, "
+            "with the layers that it was trained on"
+        )
 
 
 def build_target_layer_ids(num_target_layers: int, count: int) -> list[int]:
