@@ -74,7 +74,7 @@ def require_sources(sources: Iterable[Path]) -> None:
 
 
 def is_hub_data(source: Path) -> bool:
-    """Whether a source may be a data set's name on the hub, perhaps with a file or pattern: owner/name/data/*.parquet."""
+    """Whether a source may be a data set of the hub, perhaps with a pattern of its files: owner/name/data/*.parquet."""
     if source.is_absolute() or str(source).startswith((".", "~")) or source.exists():
         return False
     if has_magic(str(Path(*source.parts[:2]))):
