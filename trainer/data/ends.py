@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from trainer.config import TargetConfig
+from trainer.config.sections import TargetConfig
 from trainer.inputs import hub_answers, is_hub_name
 
 QUESTION, ANSWER, SECOND_QUESTION, SECOND_ANSWER = (

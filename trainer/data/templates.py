@@ -11,7 +11,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from trainer.config import DataConfig
+from trainer.config.sections import DataConfig
 from trainer.data.documents import DataError
 
 _Messages = list[dict[str, Any]]

@@ -13,11 +13,9 @@ import time
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
+from trainer.errors import Closed
+
 T = TypeVar("T")
-
-
-class Closed(Exception):
-    """The ring was closed while, or before, somebody used it: the run is ending."""
 
 
 class Ring(Generic[T]):

@@ -21,27 +21,27 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainer.compilation import CompileCache, CompilePhase
-from trainer.config import RunConfig
+from trainer.compilation.cache import CompileCache
+from trainer.compilation.phase import CompilePhase
+from trainer.config.sections import RunConfig
 from trainer.data.rows import RowSource
 from trainer.devices import find_device
 from trainer.drafter.config import DrafterConfig
 from trainer.drafter.model import fresh_weights
-from trainer.pipeline.exchange import ExchangeError, Group, Processes, digest
-from trainer.pipeline.peers import PeerError
-from trainer.pipeline.plan import Plan, describe, total_steps
+from trainer.exchange.peers import PeerError
+from trainer.exchange.reduce import ExchangeError, Group
+from trainer.exchange.rendezvous import Processes, digest
+from trainer.pipeline.checkpoint_worker import CheckpointWorker
+from trainer.pipeline.drafter_worker import DrafterWorker
+from trainer.pipeline.plan import Plan, total_steps
 from trainer.pipeline.queues import Ring
+from trainer.pipeline.row_worker import RowWorker
+from trainer.pipeline.shared import Shared
+from trainer.pipeline.statistics import Statistics, describe
+from trainer.pipeline.target_worker import TargetWorker
 from trainer.pipeline.types import Hooks, Outcome, PipelineConfigError, PipelineError, TrainState
-from trainer.pipeline.workers import (
-    CheckpointWorker,
-    DrafterWorker,
-    RowWorker,
-    Shared,
-    Statistics,
-    TargetWorker,
-    Worker,
-)
-from trainer.target import Target
+from trainer.pipeline.worker import Worker
+from trainer.target.model import Target
 
 log = logging.getLogger(__name__)
 

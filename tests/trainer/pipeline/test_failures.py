@@ -22,15 +22,18 @@ import pytest
 import torch
 
 from tests.trainer.launching import CONTEXT
-from trainer.checkpoint import CheckpointError
 from trainer.data.rows import Row, RowSource
+from trainer.exchange.peers import SetupError
+from trainer.exchange.reduce import Collective
 from trainer.pipeline import supervisor
-from trainer.pipeline.exchange import Collective
-from trainer.pipeline.peers import SetupError
+from trainer.pipeline.checkpoint_worker import CheckpointWorker
+from trainer.pipeline.drafter_worker import NonFiniteError
 from trainer.pipeline.queues import Ring
+from trainer.pipeline.target_worker import TargetWorker
 from trainer.pipeline.types import PipelineError, StepReport, TrainState
-from trainer.pipeline.workers import CheckpointWorker, NonFiniteError, TargetWorker, Worker
-from trainer.step import DrafterStep
+from trainer.pipeline.worker import Worker
+from trainer.run.checkpoint import CheckpointError
+from trainer.step.step import DrafterStep
 
 from . import tiny
 

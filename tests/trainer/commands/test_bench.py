@@ -1,0 +1,59 @@
+"""The benchmarks run anywhere and say what they promise; how fast is for their readers."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from trainer.arguments import PRESETS, read
+from trainer.bench import shapes
+from trainer.commands import bench
+
+
+def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
+    assert bench.main(read(["bench", *arguments, "--preset", "tiny", "--device", "cpu", "--mode", "eager"])) == 0
+    said = capsys.readouterr()
+    assert "{'" not in said.err  # sentences and tables
+    assert "[(" not in said.err
+    found: dict[str, Any] = json.loads(said.out.splitlines()[-1])
+    return found
+
+
+def test_the_pipeline_is_measured_beside_each_of_its_sides(capsys: pytest.CaptureFixture[str]) -> None:
+    found = run(capsys, "pipeline", "--steps", "3", "--targets", "cpu", "cpu")
+    slower = min(2 * found["target_alone_rows_per_second"], found["drafter_alone_rows_per_second"])
+    assert found["ratio"] == pytest.approx(found["pipeline_rows_per_second"] / slower)
+    assert found["recompiles_after_start"] == 0
+    assert {"target 0", "target 1", "drafter 0", "balance"} <= set(found["workers"])
+    assert found["gil_wait_us"]["pipeline"]["p99"] >= 0
+
+
+def test_a_target_s_pass_is_measured_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(capsys, "target", "--steps", "2")["rows_per_second"]["launched"] > 0
+
+
+def test_threads_on_one_device_are_measured_against_one(capsys: pytest.CaptureFixture[str]) -> None:
+    found = run(capsys, "threads", "--steps", "2", "--threads", "2")
+    assert found["eager_1_rows_per_second"] > 0
+    assert found["eager_2_rows_per_second"] > 0
+
+
+def test_a_step_is_the_sum_of_its_pieces(capsys: pytest.CaptureFixture[str]) -> None:
+    found = run(capsys, "step", "--steps", "1", "--anchors", "16")
+    assert set(found["milliseconds"]) == {"load", "forward", "chunks", "backward", "update"}
+    assert found["step_milliseconds"] == pytest.approx(sum(found["milliseconds"].values()))
+    assert found["chunks"] == -(-found["valid_slots"] // 112)
+
+
+def test_the_first_step_is_timed_from_the_start_of_a_process_with_an_empty_and_a_full_cache(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    found = run(capsys, "first-step")
+    for state in ("cold", "warm"):
+        assert found[state]["seconds"] > found[state]["target_loaded"] > 0
+
+
+def test_the_command_line_and_the_benchmarks_name_the_same_presets() -> None:
+    assert set(PRESETS) == set(shapes.PRESETS)
