@@ -11,10 +11,11 @@ import huggingface_hub.constants
 import pytest
 
 from tests.trainer.fake_hub import serving
+from trainer.config.sections import TargetConfig
 from trainer.data import DataError
 from trainer.data.sources import count_records, find_files, read_fields
 from trainer.hub import drafter_folder
-from trainer.inputs import InputError, hub_answers, require_sources
+from trainer.inputs import InputError, hub_answers, require_sources, require_target
 
 LINE = b'{"text": "a"}\n'
 
@@ -108,6 +109,12 @@ def test_a_released_drafter_is_fetched_by_its_name(here: Path, monkeypatch: pyte
     assert [path.name for path in folder.iterdir()] == ["config.json"]
     with pytest.raises(InputError, match=r"drafter.init_from: there is no somebody/other in .*hub does not answer"):
         drafter_folder(Path("somebody/other"))
+
+
+def test_an_adapter_is_no_target(tmp_path: Path) -> None:
+    (tmp_path / "adapter_config.json").write_text("{}")
+    with pytest.raises(InputError, match=r"target.path: .* holds a LoRA adapter, not a model: merge it first"):
+        require_target(TargetConfig(path=str(tmp_path)))
 
 
 @pytest.mark.parametrize("packed", [False, True])
