@@ -267,8 +267,10 @@ class _Reader:
         other = self._try_render(messages, chat.tools)
         if other is None or _STAND_IN in text or _ARGUMENT in text:
             return None
-        once = other.count(_STAND_IN) == 1 or ("tool_calls" in stand_in and _ARGUMENT in other)
-        if not once:
+        shown = other.count(_STAND_IN)
+        # Words in two places cannot be told apart from what stands between; a tool's result may well be repeated.
+        repeats = stand_in["role"] not in _SPEAKERS or ("tool_calls" in stand_in and _ARGUMENT in other)
+        if not (shown == 1 or (repeats and (shown or _ARGUMENT in other))):
             return None
         # Nothing equals the stand-in, so the common beginning and end cannot reach into the turn.
         most = min(len(text), len(other))

@@ -6,6 +6,8 @@ import json
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from tests.trainer import chatting
 from tests.trainer.data.test_chat import TOKENIZER, message, stretches
@@ -32,8 +34,9 @@ INSIDE = (
     "{% set ns.tool = false %}"
     "{% for c in m.tool_calls | default([]) %}[call]{{ c.function.name }}{{ c.function.arguments | tojson }}[/call]"
     "{% set ns.tool = true %}{% endfor %}"
-    "{% if m.tool_calls %}{% for r in messages[loop.index:] if r.role == 'tool' %}"
-    "[result]{{ r.content }}[/result]{% endfor %}{% endif %}"
+    "{% if m.tool_calls %}{% set results = namespace(on=true) %}{% for r in messages[loop.index:] %}"
+    "{% if r.role != 'tool' %}{% set results.on = false %}"
+    "{% elif results.on %}[result]{{ r.content }}[/result]{% endif %}{% endfor %}{% endif %}"
     "{{ m.content }}{% if not ns.tool %}<end_of_turn>\n{% endif %}"
     "{% endif %}{% endfor %}{% if add_generation_prompt and not ns.tool %}<start_of_turn>model\n{% endif %}"
 )
@@ -172,3 +175,34 @@ def test_calls_of_ordinary_templates_end_with_their_turn() -> None:
     assert written(chatting.REASONING, *chat({})[:1], message("assistant", "", tool_calls=[{"name": "clock"}]))[
         -1
     ].endswith("<tool_call>clock</tool_call><|im_end|>")
+
+
+@st.composite
+def conversations(draw: st.DrawFn) -> list[dict[str, Any]]:
+    """Questions, calls (several in a row, with words or without) with their results, and answers; each word once."""
+    messages: list[dict[str, Any]] = []
+    for turn in range(draw(st.integers(1, 3))):
+        messages.append(message("user", f"question{turn}"))
+        for step in range(draw(st.integers(0, 2))):
+            words = draw(st.sampled_from(["", f"words{turn}{step}"]))
+            messages.append(message("assistant", words, tool_calls=[call({"to": f"argument{turn}{step}"})]))
+            messages.append(message("tool", f"result{turn}{step}"))
+        messages.append(message("assistant", f"answer{turn}"))
+    return messages
+
+
+@given(conversations(), st.sampled_from([MAPPING, ENCODING, JOINING, INSIDE, CHANNELS, ALTERNATING]))
+@settings(max_examples=80, deadline=None)
+def test_of_any_conversation_all_that_the_assistant_wrote_is_supervised_and_nothing_else(
+    messages: list[dict[str, Any]], template: str
+) -> None:
+    found = "".join(written(template, *messages))
+    assert "question" not in found
+    assert "result" not in found
+    for said in messages:
+        if said["role"] == "assistant":
+            shown = said["content"] if template is not ALTERNATING or "tool_calls" not in said else ""
+            assert shown in found
+            for made in said.get("tool_calls", ()):
+                assert made["function"]["arguments"]["to"] in found
+                assert found.count(made["function"]["arguments"]["to"]) == 1
