@@ -1,4 +1,4 @@
-"""`python -m trainer COMMAND`: which part of the trainer does a command line mean?
+"""Runs `python -m trainer COMMAND`: reads the command line and hands over to the command's module.
 
 Exit codes: 0 done, or stopped by SIGTERM after a checkpoint; 1 failed while working; 2 a command line that can't be
 read; 78 an input that must be changed first (configuration, data, target, checkpoint); 130 ended by Ctrl-C, a run after

@@ -25,7 +25,7 @@ def load_model(config: TargetConfig, device: torch.device | str) -> Any:
 
     device = torch.device(device)
     options: dict[str, Any] = {"dtype": getattr(torch, config.dtype)}
-    if config.attention != "auto":
+    if config.attention not in ("auto", "varlen"):
         options["attn_implementation"] = config.attention
     if device.type == "cuda":
         options["device_map"] = {"": device}

@@ -29,7 +29,7 @@ from paramiko.hostkeys import HostKeyEntry
 from paramiko.ssh_exception import BadHostKeyException
 from pydantic import ValidationError
 
-from dflash_ops.inventory import HostEntry, Inventory
+from dflash_ops.inventory.models import HostEntry, Inventory
 from dflash_ops.transport.base import (
     ConnectionLost,
     Deadline,

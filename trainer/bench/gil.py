@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -32,8 +33,7 @@ class GilProbe(threading.Thread):
         """Stop; microseconds overslept."""
         self._stop_asked.set()
         self.join()
-        values = np.array(self.overslept) * 1e6
-        return {"mean": round(float(values.mean()), 1), "p99": round(float(np.quantile(values, 0.99)), 1)}
+        return in_microseconds(self.overslept)
 
     @classmethod
     def of_idle_process(cls) -> dict[str, float]:
@@ -42,3 +42,9 @@ class GilProbe(threading.Thread):
         probe.start()
         time.sleep(0.3)
         return probe.finish()
+
+
+def in_microseconds(seconds: Sequence[float]) -> dict[str, float]:
+    """Mean and 99th percentile."""
+    values = np.array(seconds) * 1e6
+    return {"mean": round(float(values.mean()), 1), "p99": round(float(np.quantile(values, 0.99)), 1)}

@@ -135,14 +135,38 @@ def pipeline(options: argparse.Namespace) -> dict[str, Any]:
     bound = min(sides.values())
     if colocated:  # the device does one thing at a time at best
         bound = 1 / sum(1 / side for side in sides.values())
-    workers = {name: value for name, value in outcome.workers.items() if isinstance(value, dict) and "busy" in value}
+    result: dict[str, Any] = {
+        "target_alone_rows_per_second": target_rate,
+        "drafter_alone_rows_per_second": drafter_rate,
+        "pipeline_rows_per_second": rate,
+        "bound": "time-shared" if colocated else "slower side",
+        "ratio": rate / bound,
+        "gil_wait_us": {"idle process": idle_gil, "pipeline": clock.gil},
+        "workers": outcome.workers,
+        "compilation": compiled,
+        "recompiles_after_start": compiled_graphs() - graphs_at_start,
+    }
+    if clock.calls is not None:
+        per_step = {name: clock.calls[name] / clock.profiled for name in (*SYNCHRONISING, *COUNTED)}
+        result["cuda_calls_per_step"] = per_step
+        result["host_synchronisations_per_step"] = sum(per_step[name] for name in SYNCHRONISING)
+    _show(options, result, f"pipeline, {len(targets)} + {len(drafters)}", clock.profiled)
+    return result
+
+
+def _show(options: argparse.Namespace, result: dict[str, Any], split: str, profiled: int) -> None:
+    """Print the tables; `split` is how many targets and drafters were measured."""
+    target, drafter = result["target_alone_rows_per_second"], result["drafter_alone_rows_per_second"]
+    rate = result["pipeline_rows_per_second"]
+    bound = "time-shared bound" if result["bound"] == "time-shared" else result["bound"]
+    workers = {name: value for name, value in result["workers"].items() if isinstance(value, dict) and "busy" in value}
     table(
         f"{options.preset}: rows of {options.shape.length} tokens, {options.shape.anchors} anchors, {options.mode}",
         [
-            ("one target alone", target_rate, 1e3 / target_rate),
-            ("one drafter alone", drafter_rate, 1e3 / drafter_rate),
-            (f"pipeline, {len(targets)} + {len(drafters)}", rate, 1e3 / rate),
-            ("pipeline / " + ("time-shared bound" if colocated else "slower side"), rate / bound, ""),
+            ("one target alone", target, 1e3 / target),
+            ("one drafter alone", drafter, 1e3 / drafter),
+            (split, rate, 1e3 / rate),
+            ("pipeline / " + bound, result["ratio"], ""),
         ],
         "",
         "rows/s",
@@ -157,22 +181,10 @@ def pipeline(options: argparse.Namespace) -> dict[str, Any]:
         "rows",
         "busy ms/row",
     )
-    result: dict[str, Any] = {
-        "target_alone_rows_per_second": target_rate,
-        "drafter_alone_rows_per_second": drafter_rate,
-        "pipeline_rows_per_second": rate,
-        "bound": "time-shared" if colocated else "slower side",
-        "ratio": rate / bound,
-        "gil_wait_us": {"idle process": idle_gil, "pipeline": clock.gil},
-        "workers": outcome.workers,
-        "compilation": compiled,
-        "recompiles_after_start": compiled_graphs() - graphs_at_start,
-    }
-    console.print(describe(outcome.workers))
-    waits = (("idle process", idle_gil), ("pipeline", clock.gil))
+    console.print(describe(result["workers"]))
     table(
         "wait for the GIL",
-        [(name, wait["mean"], wait["p99"]) for name, wait in waits if wait is not None],
+        [(name, wait["mean"], wait["p99"]) for name, wait in result["gil_wait_us"].items() if wait is not None],
         "",
         "mean us",
         "99th percentile us",
@@ -180,18 +192,15 @@ def pipeline(options: argparse.Namespace) -> dict[str, Any]:
     console.print(f"recompiles after the start: {result['recompiles_after_start']}")
     table(
         "compiled",
-        [(r["worker"], r["mode"], r["kernels"], r["graph_breaks"]) for r in compiled],
+        [(r["worker"], r["mode"], r["kernels"], r["graph_breaks"]) for r in result["compilation"]],
         "worker",
         "mode",
         "kernels",
         "graph breaks",
     )
-    if clock.calls is not None:
-        per_step = {name: clock.calls[name] / clock.profiled for name in (*SYNCHRONISING, *COUNTED)}
-        result["cuda_calls_per_step"] = per_step
-        result["host_synchronisations_per_step"] = sum(per_step[name] for name in SYNCHRONISING)
+    if (per_step := result.get("cuda_calls_per_step")) is not None:
         table(
-            f"CUDA runtime calls per step, all threads, {clock.profiled} steps profiled",
+            f"CUDA runtime calls per step, all threads, {profiled} steps profiled",
             [
                 (name, count, "waits for the device" if name in SYNCHRONISING else "")
                 for name, count in per_step.items()
@@ -200,4 +209,3 @@ def pipeline(options: argparse.Namespace) -> dict[str, Any]:
             "per step",
             "",
         )
-    return result

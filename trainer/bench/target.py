@@ -27,7 +27,7 @@ def target_alone(
     def work(stream: torch.cuda.Stream | None) -> float:
         maker = FeatureMaker(target, row_source(preset, 8).shape, compiles=compiles)
         with CompilePhase(mode or options.mode) as phase:
-            with phase.turn("target 0", device, stream, required=False) as turn:
+            with phase.turn("target 0", device, stream) as turn:
                 maker.prepare(turn)
             if (mode or options.mode) == "graph" and compiles:
                 report = phase.reports[0]

@@ -1,4 +1,4 @@
-"""Measures how far a drafter is accepted and how much faster its target writes (`python -m trainer evaluate DRAFTER`).
+"""Measures how far a drafter is accepted and how much it speeds its target up (`python -m trainer evaluate DRAFTER`).
 
 Every prompt is answered twice, by the target alone and with the drafter's help, by real decoding. At temperature 0 the
 two texts are compared: in float32 they must be identical; in half precision a target's own rounding may part them.
@@ -32,7 +32,7 @@ from trainer.data.progress import progress
 from trainer.data.prompts import Prompt, prompt_tokens, read_prompts
 from trainer.data.templates import RefusedChatError, read_template
 from trainer.devices import find_device
-from trainer.drafter.decoding import Generation, Limits, Sampling, Writer
+from trainer.drafter.decoding import Generation, Limits, Sampling, SpeculativeDecoder
 from trainer.drafter.model import DFlashDrafter
 from trainer.drafter.released import fingerprint, read_drafter
 from trainer.inputs import HUMAN_EVAL, PACKAGES, require_prompts, require_target
@@ -74,7 +74,7 @@ class SetResult:
 
 
 def evaluate(
-    writer: Writer,
+    decoder: SpeculativeDecoder,
     tokenizer: Any,
     prompts: Sequence[Prompt],
     name: str,
@@ -95,7 +95,7 @@ def evaluate(
     """
     journal = journal or Journal(None, {})
     examiner = _Examiner(
-        writer,
+        decoder,
         tokenizer,
         limits=limits,
         sampling=sampling,
@@ -119,7 +119,7 @@ def evaluate(
     pairs = [pair for each in answered for pair in each.pairs]
     if not pairs:
         raise EvaluationError(f"the chat template refused every prompt of {name}, the first because {refusals[0]}")
-    return replace(summarise(name, pairs, greedy=sampling.temperature == 0), refused=len(refusals))
+    return replace(set_result(name, pairs, greedy=sampling.temperature == 0), refused=len(refusals))
 
 
 class _Examiner:
@@ -127,7 +127,7 @@ class _Examiner:
 
     def __init__(
         self,
-        writer: Writer,
+        decoder: SpeculativeDecoder,
         tokenizer: Any,
         *,
         limits: Limits,
@@ -137,10 +137,10 @@ class _Examiner:
         template: str | None,
         variables: Mapping[str, Any],
     ) -> None:
-        self._writer, self._tokenizer = writer, tokenizer
+        self._decoder, self._tokenizer = decoder, tokenizer
         self._limits, self._sampling, self._block_size, self._seed = limits, sampling, block_size, seed
         self._template, self._variables = template, variables
-        self._generator = torch.Generator(writer.device)
+        self._generator = torch.Generator(decoder.device)
         self._warm = False
 
     def answer(self, prompt: Prompt) -> Answered:
@@ -166,12 +166,12 @@ class _Examiner:
         return Answered(pairs)
 
     def _both(self, ids: list[int], limits: Limits) -> tuple[Generation, Generation]:
-        alone = self._writer.plain(ids, limits, self._sampling, self._generator)
-        helped = self._writer.speculative(ids, limits, self._sampling, self._generator, self._block_size)
+        alone = self._decoder.plain(ids, limits, self._sampling, self._generator)
+        helped = self._decoder.speculative(ids, limits, self._sampling, self._generator, self._block_size)
         return alone, helped
 
 
-def summarise(name: str, pairs: Sequence[tuple[Generation, Generation]], *, greedy: bool) -> SetResult:
+def set_result(name: str, pairs: Sequence[tuple[Generation, Generation]], *, greedy: bool) -> SetResult:
     """Sum up answers, each given by the target alone and with the drafter."""
     helped = [generation for _, generation in pairs]
     passes = [count for generation in helped for count in generation.accepted]
@@ -238,10 +238,10 @@ def main(options: argparse.Namespace) -> int:
         _log.info("%s answered already", count(len(journal.found), "prompt"))
     console.print(f"drafter {folder}\ntarget  {target_config.path} ({target_config.dtype}, {device})", soft_wrap=True)
     tokenizer = load_tokenizer(target_config)
-    writer, stop = _writer(target_config, drafter, device, tokenizer)
+    decoder, stop = _decoder(target_config, drafter, device, tokenizer)
     results = [
         evaluate(
-            writer,
+            decoder,
             tokenizer,
             prompts,
             name,
@@ -291,12 +291,12 @@ def _settings(
     }
 
 
-def _writer(
+def _decoder(
     config: TargetConfig, drafter: DFlashDrafter, device: torch.device, tokenizer: Any
-) -> tuple[Writer, frozenset[int]]:
+) -> tuple[SpeculativeDecoder, frozenset[int]]:
     model = load_model(config, device)
     drafter = drafter.to(device, getattr(torch, config.dtype))
-    return Writer(model, drafter), stop_tokens(model, tokenizer)
+    return SpeculativeDecoder(model, drafter), stop_tokens(model, tokenizer)
 
 
 def _target_config(options: argparse.Namespace, run: Mapping[str, Any] | None) -> TargetConfig:

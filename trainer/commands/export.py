@@ -1,4 +1,4 @@
-"""How does a checkpoint become a drafter that others load? (`python -m trainer export CHECKPOINT OUT`)
+"""Writes a checkpoint as a drafter that other programs load (`python -m trainer export CHECKPOINT OUT`).
 
 OUT gets config.json, one model.safetensors and a model card, in the layout of the released DFlash checkpoints, with
 each draft field where any engine looks for it: the official package, vLLM, SGLang, TensorRT-LLM, llama.cpp, MLX.

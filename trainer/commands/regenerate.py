@@ -1,4 +1,4 @@
-"""How do prompts become training documents? The target writes the answers. (`python -m trainer regenerate`)
+"""Lets the target answer prompts and writes training documents of the answers (`python -m trainer regenerate`).
 
 A drafter learns to foresee its target, so it is trained on what the target itself says. Each record of the output
 holds the messages, for people, and the token ids exactly as they were read and written, for training: rendering the
@@ -41,7 +41,7 @@ PULSE_SECONDS = 20.0  # between words of life while a batch is answered
 
 
 @dataclass(frozen=True)
-class Sampling:
+class AnswerSampling:
     """How answers are drawn; None leaves a value to the target's generation config, as its authors recommend."""
 
     temperature: float | None
@@ -172,7 +172,13 @@ def _check_recipe(path: Path, recipe: dict[str, Any]) -> None:
 
 
 def regenerate(
-    config: RunConfig, sources: Sequence[str], output: Path, sampling: Sampling, *, batch_size: int, limit: int | None
+    config: RunConfig,
+    sources: Sequence[str],
+    output: Path,
+    sampling: AnswerSampling,
+    *,
+    batch_size: int,
+    limit: int | None,
 ) -> int:
     """Answer the prompts of `sources` into `output`; returns the number of conversations written by this call.
 
@@ -274,7 +280,7 @@ class _Pulse(StoppingCriteria):
 class _Writer:
     """The target as an author."""
 
-    def __init__(self, model: Any, tokenizer: Any, device: torch.device, sampling: Sampling) -> None:
+    def __init__(self, model: Any, tokenizer: Any, device: torch.device, sampling: AnswerSampling) -> None:
         self._model, self._tokenizer, self._device, self._sampling = model, tokenizer, device, sampling
         self._ends = stop_tokens(model, tokenizer)
         self._pulse = _Pulse()
@@ -307,7 +313,7 @@ class _Writer:
 
 def main(options: argparse.Namespace) -> int:
     """Run `python -m trainer regenerate`; returns the exit code."""
-    sampling = Sampling(
+    sampling = AnswerSampling(
         options.temperature,
         options.top_p,
         options.top_k,

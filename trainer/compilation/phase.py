@@ -52,7 +52,6 @@ class CompilePhase:
     def __init__(self, mode: Mode) -> None:
         self.mode = mode
         self.reports: list[CompileReport] = []
-        self._required: set[str] = set()
         self._turn = threading.Lock()
 
     def __enter__(self) -> CompilePhase:
@@ -80,12 +79,8 @@ class CompilePhase:
         _live.release()
 
     @contextmanager
-    def turn(
-        self, worker: str, device: torch.device, stream: torch.cuda.Stream | None = None, *, required: bool = True
-    ) -> Iterator[Turn]:
+    def turn(self, worker: str, device: torch.device, stream: torch.cuda.Stream | None = None) -> Iterator[Turn]:
         """The calling thread's turn to compile; its report is in `reports` afterwards.
-
-        With `required`, `require_compiled` demands the phase's mode of this worker.
 
         The thread must be the one that will run the step: guards, autocast and stream state are a thread's own.
         """
@@ -99,20 +94,14 @@ class CompilePhase:
             turn = Turn(worker, device, stream, self.mode)
             yield turn
             self.reports.append(turn.report())
-            if required:
-                self._required.add(worker)
 
     def require_compiled(self) -> None:
-        """Raise unless every required worker so far got the path that the run asked for.
+        """Raise unless every worker so far, target or drafter, got the path that the configuration asks for.
 
         Raises:
             CompilationError: naming each worker that did not, and why.
         """
-        faults = [
-            f"{report.worker}: {fault}"
-            for report in self.reports
-            if report.worker in self._required and (fault := report.shortcoming(self.mode))
-        ]
+        faults = [f"{report.worker}: {fault}" for report in self.reports if (fault := report.shortcoming(self.mode))]
         if faults:
             raise CompilationError(
                 f"mode {self.mode} was asked for, but " + "; ".join(faults) + " (set pipeline.require_compiled: false "

@@ -27,7 +27,8 @@ class CompileReport:
     cache_hits: int
     cache_misses: int
     seconds: float
-    note: str = ""
+    note: str = ""  # what this worker does not get, and why
+    allowed_by: str = ""  # the field of the configuration that chose so
 
     def describe(self) -> str:
         """One line for people."""
@@ -37,11 +38,18 @@ class CompileReport:
                 f", {self.kernels} kernels, {self.graph_breaks} graph breaks, {self.recompiles} recompiles, "
                 f"cache {self.cache_hits} hits {self.cache_misses} misses"
             )
-        note = f" ({self.note})" if self.note else ""
+        note = f" ({self.fallback})" if self.note else ""
         return f"{self.worker} on {self.device}: {self.mode}{made}, {self.seconds:.1f} s{note}"
 
+    @property
+    def fallback(self) -> str:
+        """What this worker does not get, why, and which field allows it; empty on the full path."""
+        return f"{self.note}; allowed by {self.allowed_by}" if self.allowed_by else self.note
+
     def shortcoming(self, wanted: Mode) -> str | None:
-        """Why this is not the fast path that was asked for; None when it is."""
+        """Why this is not the path that the configuration asks for; None when it is."""
+        if self.allowed_by:
+            return "no CUDA graph was captured" if self.mode == "graph" and not self.captured else None
         if self.mode != wanted:
             return self.note or f"it runs {self.mode}, not {wanted}"
         if wanted == "eager":

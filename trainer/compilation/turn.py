@@ -26,8 +26,10 @@ class Turn:
         self._worker = worker
         self._device = device
         self._stream = stream
+        self.asked: Mode = mode
         self.mode: Mode = mode if mode != "graph" or device.type == "cuda" else "eager"
         self._note = "" if self.mode == mode else "there are no CUDA graphs on a CPU, so it runs eagerly"
+        self._allowed_by = ""
         self._compiled: list[tuple[str, types.CodeType, bool]] = []
         self._captured: list[str] = []
         self._start = time.monotonic()
@@ -85,15 +87,19 @@ class Turn:
         self._captured.append(name)
         return graph.replay
 
-    def runs_eagerly(self, reason: str) -> None:
-        """Say that this worker neither compiles nor captures, and why; only before it has done so."""
-        self.mode = "eager"
-        self._note = reason
+    def runs_eagerly(self, reason: str, *, allowed_by: str = "") -> None:
+        """Say that this worker neither compiles nor captures, and why; only before it has done so.
 
-    def discard_compiled(self, reason: str) -> None:
-        """Say that what was compiled so far is not used after all, and why."""
+        Args:
+            allowed_by: the field that chose this; empty: nobody chose it, and a run that requires it does not start.
+        """
+        self.mode = "eager"
+        self._note, self._allowed_by = reason, allowed_by
+
+    def discard_compiled(self, reason: str, *, allowed_by: str = "") -> None:
+        """Say that what was compiled so far is not used after all, and why; `allowed_by` as for `runs_eagerly`."""
         self._compiled.clear()
-        self._note = reason
+        self._note, self._allowed_by = reason, allowed_by
 
     def report(self) -> CompileReport:
         """What this turn made so far."""
@@ -116,6 +122,7 @@ class Turn:
             cache_misses=made.autograd_misses or made.inductor_misses,
             seconds=round(time.monotonic() - self._start, 3),
             note=f"not compiled: {', '.join(uncompiled)}" if uncompiled else self._note,
+            allowed_by="" if uncompiled else self._allowed_by,
         )
 
 

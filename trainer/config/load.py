@@ -12,7 +12,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
-from trainer.config.sections import RunConfig
+from trainer.config.sections import RENAMED_KEYS, RunConfig
 
 
 class ConfigError(Exception):
@@ -100,6 +100,8 @@ def _sentence(path: Path, root: yaml.Node, set_paths: set[str], problem: ErrorDe
     overridden = any(f"{name}.".startswith(f"{set_path}.") for set_path in set_paths)
     where = "override" if overridden else f"{path} line {line}" if line else str(path)
     if problem["type"] == "extra_forbidden":
+        if name in RENAMED_KEYS:
+            return f"{where}: {name} is now called {RENAMED_KEYS[name]}"
         nearest = _nearest(name)
         return f"{where}: {name} is not a known key" + (f"; did you mean {nearest}?" if nearest else "")
     if problem["type"] == "missing":

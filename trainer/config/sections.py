@@ -24,12 +24,19 @@ class TargetConfig(Section):
     path: str = Field(description="Folder or hub name of the target, as transformers' from_pretrained takes it")
     gguf_file: str | None = Field(None, description="File name inside `path` when the target is a GGUF file")
     dtype: Literal["float32", "bfloat16", "float16"] = Field("bfloat16", description="Precision the target runs in")
-    attention: Literal["auto", "sdpa", "flash_attention_2", "eager"] = Field(
-        "auto", description="Attention of the target; auto: the fastest that keeps packed documents apart"
+    attention: Literal["auto", "varlen", "sdpa", "flash_attention_2", "eager"] = Field(
+        "auto",
+        description="Attention of the target; auto: the fastest that keeps packed documents apart; varlen: the "
+        "variable-length kernel, or no start",
     )
     compile: bool = Field(
         True,
         description="In graph mode, compile the target's layers; false: capture the kernels they launch themselves",
+    )
+    capture: bool = Field(
+        True,
+        description="In graph mode, capture the target's pass in a CUDA graph; false: run it kernel by kernel, for a "
+        "target that cannot be captured",
     )
     trust_remote_code: bool = Field(False, description="Let the target's repository run its own Python code")
 
@@ -124,7 +131,7 @@ class OptimizerConfig(Section):
     warmup_ratio: float = Field(0.04, ge=0, lt=1, description="Share of the steps spent warming up")
     decay_ratio: float = Field(0.2, gt=0, le=1, description="Share of the steps in which WSD decays")
     min_lr_ratio: float = Field(0.1, ge=0, le=1, description="Final learning rate as a share of the peak")
-    accumulate: int = Field(1, ge=1, description="Rows per drafter and optimizer step")
+    gradient_accumulation_steps: int = Field(1, ge=1, description="Rows per drafter and optimizer step")
     max_steps: int | None = Field(None, ge=1, description="Stop after this many optimizer steps; default: all epochs")
 
 
@@ -142,7 +149,8 @@ class PipelineConfig(Section):
         "graph", description="graph: compile and capture CUDA graphs; compiled: no graphs; eager: the reference"
     )
     require_compiled: bool | None = Field(
-        None, description="Refuse to start when a worker is not compiled without graph breaks; default: true on CUDA"
+        None,
+        description="Refuse to start when a target or drafter does not get what `mode` asks for; default: true on CUDA",
     )
     compile_cache: Path | None = Field(None, description="Folder of the compile cache; default: $DFLASH_COMPILE_CACHE")
 
@@ -161,6 +169,10 @@ class TelemetryConfig(Section):
     every: int = Field(10, ge=1, description="Optimizer steps between metric lines")
     tensorboard: bool = Field(True, description="Write TensorBoard event files")
     wandb: bool = Field(False, description="Write Weights & Biases files, offline unless WANDB_MODE says otherwise")
+
+
+RENAMED_KEYS = {"optimizer.accumulate": "optimizer.gradient_accumulation_steps"}
+"""Keys of earlier versions, which are refused with the new one's name"""
 
 
 class RunConfig(Section):

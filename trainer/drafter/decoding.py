@@ -1,4 +1,4 @@
-"""How does a target write with a drafter's help, and without?
+"""Writes text with a target alone, or with a drafter's help by speculative decoding.
 
 Speculative decoding: the drafter proposes a block, the target reads it in one pass, and a prefix is accepted such that
 the text is what the target alone would have written: exactly at temperature 0, in distribution above (rejection
@@ -76,7 +76,7 @@ class Limits:
     stop: Set[int] = frozenset()
 
 
-class Writer:
+class SpeculativeDecoder:
     """A target and its drafter on one device, in inference."""
 
     def __init__(self, target: Any, drafter: DFlashDrafter) -> None:

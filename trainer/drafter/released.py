@@ -1,4 +1,4 @@
-"""How is a drafter read from and written to a folder in the released layout (config.json, model.safetensors)?
+"""Reads and writes a drafter as a folder in the released layout (config.json, model.safetensors).
 
 Training checkpoints hold the same two files, so they are read here too.
 """

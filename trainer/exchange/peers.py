@@ -1,4 +1,4 @@
-"""How do the processes of a run hear of each other, and of a death?
+"""Tells the processes of a run of each other's failures and deaths.
 
 Each holds one TCP connection to process 0, from the moment they meet until the run ends. What there is to say goes over
 it: what must be alike in all, why a process goes down, that it is done. A process that dies says nothing, but its
@@ -31,7 +31,7 @@ PROBES = {socket.TCP_KEEPIDLE: 5, socket.TCP_KEEPINTVL: 5, socket.TCP_KEEPCNT: 3
 STRANGERS = 64
 STRANGER_SECONDS = 5.0
 HELLO_BYTES = 65536
-_MEETING_KEY = "meeting"
+_RENDEZVOUS_KEY = "meeting"
 
 
 class PeerError(RuntimeError):
@@ -42,19 +42,19 @@ class SetupError(RuntimeError):
     """The processes of the run can't find each other, or were started apart; the message says what is to change."""
 
 
-def place_in_run() -> tuple[int, int]:
+def rank_and_world_size() -> tuple[int, int]:
     """This process's number, and how many the run has: what torchrun's environment variables say, or 0 of 1.
 
     Raises:
         SetupError: they say nothing that can be.
     """
-    processes = _variable("WORLD_SIZE", 1, None, default=1)
-    process = _variable("RANK", 0, processes - 1, default=0 if processes == 1 else None)
-    if processes > 1:
+    world_size = _variable("WORLD_SIZE", 1, None, default=1)
+    rank = _variable("RANK", 0, world_size - 1, default=0 if world_size == 1 else None)
+    if world_size > 1:
         _variable("MASTER_PORT", 1, 65535)
         if not os.environ.get("MASTER_ADDR"):
             raise SetupError("MASTER_ADDR is not set: give all processes the name or address of the host of RANK 0")
-    return process, processes
+    return rank, world_size
 
 
 def _variable(name: str, least: int, most: int | None, *, default: int | None = None) -> int:
@@ -73,16 +73,16 @@ def _variable(name: str, least: int, most: int | None, *, default: int | None = 
 class Peers:
     """The run's other processes; none where one process is all."""
 
-    def __init__(self, process: int = 0, processes: int = 1) -> None:
-        self._process, self._processes = process, processes
-        self._name = f"process {process} on {socket.gethostname()}"
+    def __init__(self, rank: int = 0, world_size: int = 1) -> None:
+        self._rank, self._world_size = rank, world_size
+        self._name = f"process {rank} on {socket.gethostname()}"
         self._lines: dict[int, Line] = {}  # by the number of the process at the other end
         self._failure: str | None = None
         self._told = False
         self._lock = threading.RLock()  # a thread may look for failures while another hands something over
 
     @classmethod
-    def meet(cls, store: Any, process: int, processes: int, timeout: timedelta) -> Peers:
+    def connect(cls, store: Any, rank: int, world_size: int, timeout: timedelta) -> Peers:
         """Wait for all processes of the run, which find each other over a torch.distributed store.
 
         Raises:
@@ -90,9 +90,9 @@ class Peers:
             PeerError, OSError: a process died, did not come, or can't be reached.
         """
         deadline = time.monotonic() + timeout.total_seconds()
-        peers = cls(process, processes)
+        peers = cls(rank, world_size)
         try:
-            if process == 0:
+            if rank == 0:
                 peers._gather(store, deadline)
             else:
                 peers._come(store, deadline)
@@ -108,9 +108,9 @@ class Peers:
         loopback = _loopback(os.environ["MASTER_ADDR"])
         try:
             with _server(loopback) as server:
-                meeting = {"host": loopback, "port": server.getsockname()[1], "token": token}
-                store.set(_MEETING_KEY, json.dumps(meeting))
-                while len(self._lines) < self._processes - 1:
+                rendezvous = {"host": loopback, "port": server.getsockname()[1], "token": token}
+                store.set(_RENDEZVOUS_KEY, json.dumps(rendezvous))
+                while len(self._lines) < self._world_size - 1:
                     _let_in(server, strangers)
                     for line in list(strangers):
                         if (hello := line.hello(token)) is not None:
@@ -120,7 +120,7 @@ class Peers:
                     if (failure := self.failure()) is not None:
                         raise PeerError(failure)
                     if time.monotonic() > deadline:
-                        missing = [str(number) for number in range(1, self._processes) if number not in self._lines]
+                        missing = [str(number) for number in range(1, self._world_size) if number not in self._lines]
                         raise PeerError(f"process {', '.join(missing)} did not come")
                     time.sleep(POLL_SECONDS)
         finally:
@@ -129,13 +129,13 @@ class Peers:
         self._tell({"name": self._name})
 
     def _admit(self, line: Line, hello: dict[str, Any]) -> None:
-        number, processes = hello["process"], hello["processes"]
+        number, world_size = hello["process"], hello["processes"]
         line.name = f"process {number} on {hello['host']}"
         refusal = None
-        if processes != self._processes:
+        if world_size != self._world_size:
             refusal = (
-                f"{self._name} was started with WORLD_SIZE={self._processes}, {line.name} with WORLD_SIZE={processes}: "
-                "start all processes of a run with the same"
+                f"{self._name} was started with WORLD_SIZE={self._world_size}, {line.name} with WORLD_SIZE="
+                f"{world_size}: start all processes of a run with the same"
             )
         elif (other := self._lines.get(number)) is not None:
             refusal = (
@@ -153,26 +153,28 @@ class Peers:
     def _come(self, store: Any, deadline: float) -> None:
         host = os.environ["MASTER_ADDR"]  # by torch's convention process 0's, whoever serves the store
         try:
-            meeting = json.loads(store.get(_MEETING_KEY))
+            rendezvous = json.loads(store.get(_RENDEZVOUS_KEY))
         except RuntimeError as error:
             end = "did not come" if time.monotonic() > deadline else "died before all had met"
             raise PeerError(f"process 0 on {host} {end}") from error
         try:
-            line = Line(socket.create_connection((meeting["host"] or host, meeting["port"]), timeout=SEND_SECONDS))
+            line = Line(
+                socket.create_connection((rendezvous["host"] or host, rendezvous["port"]), timeout=SEND_SECONDS)
+            )
         except ConnectionRefusedError as error:
             raise PeerError(
-                f"process 0 on {host} awaits nobody any more: it ended, or RANK={self._process} was given twice"
+                f"process 0 on {host} awaits nobody any more: it ended, or RANK={self._rank} was given twice"
             ) from error
         except OSError as error:
             raise SetupError(
-                f"process {self._process} can't reach process 0 at port {meeting['port']} of {host} "
+                f"process {self._rank} can't reach process 0 at port {rendezvous['port']} of {host} "
                 f"({error.strerror or error}): let the hosts of a run reach each other at all ports"
             ) from error
         line.name = f"process 0 on {host}"
         self._lines[0] = line
-        hello = {"process": self._process, "processes": self._processes, "host": socket.gethostname()}
+        hello = {"process": self._rank, "processes": self._world_size, "host": socket.gethostname()}
         with contextlib.suppress(ConnectionError):  # it ended, which reading finds too
-            line.write({"token": meeting["token"], **hello})
+            line.write({"token": rendezvous["token"], **hello})
         while (welcome := line.next()) is None:
             if line.broken is not None:
                 raise PeerError(f"{line.name} ended while others were awaited")
@@ -193,10 +195,10 @@ class Peers:
         Raises:
             PeerError: one failed, died or left.
         """
-        if self._process > 0:
+        if self._rank > 0:
             self._tell({"share": value})
             return list(self._await_share(0))
-        everyone = [value, *(self._await_share(number) for number in range(1, self._processes))]
+        everyone = [value, *(self._await_share(number) for number in range(1, self._world_size))]
         self._tell({"share": everyone})
         return everyone
 
@@ -243,7 +245,7 @@ class Peers:
         """Say that this process is done. Process 0, which may serve the store, waits a while for the others."""
         self._tell({"done": True})
         deadline = time.monotonic() + LEAVE_SECONDS
-        while self._process == 0 and self._lines and time.monotonic() < deadline:
+        while self._rank == 0 and self._lines and time.monotonic() < deadline:
             with self._lock:
                 for number, line in list(self._lines.items()):
                     self._hear(number, line)

@@ -33,40 +33,40 @@ class ExchangeError(RuntimeError):
 class Group:
     """All drafters of the run, and which of them live in this process."""
 
-    met: Processes
+    processes: Processes
     first_drafter: int
     drafters: int  # of all processes
     first_rank: int
     ranks: int  # devices with a drafter, of all processes
 
     @classmethod
-    def of(cls, met: Processes, local: list[torch.device]) -> Group:
+    def of(cls, processes: Processes, local: list[torch.device]) -> Group:
         """Number the drafters of all processes; `local`: the device of each one in this process."""
-        everyone = met.peers.share([len(local), len(_shared(local))])
-        before = everyone[: met.process]
+        everyone = processes.peers.share([len(local), len(_shared(local))])
+        before = everyone[: processes.rank]
         return cls(
-            met,
+            processes,
             sum(drafters for drafters, _ in before),
             sum(drafters for drafters, _ in everyone),
             sum(ranks for _, ranks in before),
             sum(ranks for _, ranks in everyone),
         )
 
-    def exchanges(self, local: list[torch.device]) -> list[Exchange]:
-        """One exchange for each drafter of this process, in their order; see `Exchange.connect`."""
+    def exchanges(self, local: list[torch.device]) -> list[GradientExchange]:
+        """One exchange for each drafter of this process, in their order; see `GradientExchange.connect`."""
         shared = _shared(local)
-        meeting = Meeting(len(shared))
-        result: list[Exchange | None] = [None] * len(local)
+        barrier = Barrier(len(shared))
+        result: list[GradientExchange | None] = [None] * len(local)
         for number, members in enumerate(shared):
-            among_devices: Exchange = Alone()
+            among_devices: GradientExchange = Alone()
             if self.ranks > 1:
-                among_devices = Collective(self, self.first_rank + number, local[members[0]], meeting)
+                among_devices = Collective(self, self.first_rank + number, local[members[0]], barrier)
             if len(members) == 1:
                 result[members[0]] = among_devices
             else:
-                room = _Room(len(members))
+                device_group = _DeviceGroup(len(members))
                 for place, member in enumerate(members):
-                    result[member] = SharedDevice(room, place, among_devices if place == 0 else Alone())
+                    result[member] = SharedDevice(device_group, place, among_devices if place == 0 else Alone())
         return [exchange for exchange in result if exchange is not None]
 
 
@@ -80,13 +80,13 @@ def _shared(devices: list[torch.device]) -> list[list[int]]:
     return list(groups.values())
 
 
-class Exchange(Protocol):
+class GradientExchange(Protocol):
     """One drafter's part in the exchange. All drafters must make the same calls in the same order."""
 
     def connect(self) -> None:
-        """Join the group, in the worker's thread; returns when all have. Raises as `add_up` does."""
+        """Join the group, in the worker's thread; returns when all have. Raises as `all_reduce` does."""
 
-    def add_up(self, buffer: Tensor) -> None:
+    def all_reduce(self, buffer: Tensor) -> None:
         """Replace the buffer by the sum over all drafters; on CUDA enqueued on the current stream.
 
         Raises:
@@ -106,21 +106,21 @@ class Alone:
 
     def connect(self) -> None: ...
 
-    def add_up(self, buffer: Tensor) -> None: ...
+    def all_reduce(self, buffer: Tensor) -> None: ...
 
     def abort(self) -> None: ...
 
     def close(self) -> None: ...
 
 
-class Meeting:
-    """Where threads wait for each other, again and again. All go on from a meeting or none does: one who went on alone
-    would wait inside a collective that the others have given up.
+class Barrier:
+    """Lets threads wait for each other, again and again. All pass it or none does: one that passed alone would wait
+    inside a collective that the others have given up.
     """
 
     def __init__(self, members: int) -> None:
         self._members = members
-        self._arrived = self._met = 0  # in this meeting; meetings that came about
+        self._arrived = self._passed = 0  # at the barrier now; times that all have passed it
         self.aborted = False
         self._changed = threading.Condition()
 
@@ -128,22 +128,22 @@ class Meeting:
         """Wait for all.
 
         Raises:
-            Closed: the meeting was aborted before all had come.
+            Closed: the barrier was aborted before all had come.
         """
         with self._changed:
             if self.aborted:
                 raise Closed
-            number = self._met
+            number = self._passed
             self._arrived += 1
             if self._arrived == self._members:
-                self._arrived, self._met = 0, number + 1
+                self._arrived, self._passed = 0, number + 1
                 self._changed.notify_all()
-            self._changed.wait_for(lambda: self._met > number or self.aborted)
-            if self._met == number:
+            self._changed.wait_for(lambda: self._passed > number or self.aborted)
+            if self._passed == number:
                 raise Closed
 
     def abort(self) -> None:
-        """Let no meeting come about from now on; wakes everyone."""
+        """Let nobody pass from now on; wakes everyone."""
         with self._changed:
             self.aborted = True
             self._changed.notify_all()
@@ -152,16 +152,16 @@ class Meeting:
 class Collective:
     """A rank of a gloo or NCCL group."""
 
-    def __init__(self, group: Group, rank: int, device: torch.device, meeting: Meeting) -> None:
+    def __init__(self, group: Group, rank: int, device: torch.device, barrier: Barrier) -> None:
         self._group, self._rank, self._device = group, rank, device
-        # Ranks of this process meet before each collective: a failure among them then ends a wait that can be broken,
-        # not one inside the library.
-        self._meeting = meeting
+        # Ranks of this process wait for each other before each collective: a failure among them then ends a wait that
+        # can be broken, not one inside the library.
+        self._barrier = barrier
         self._ranks: Any = None
 
     def connect(self) -> None:
         # A client of its own for each rank: one that waits for a key keeps others of its client from setting theirs.
-        store = PrefixStore("exchange", self._group.met.store.clone())
+        store = PrefixStore("exchange", self._group.processes.store.clone())
         if self._device.type == "cuda":
             from torch.distributed.distributed_c10d import ProcessGroupNCCL
 
@@ -172,10 +172,10 @@ class Collective:
         else:
             with self._as_one_of_many():
                 self._ranks = ProcessGroupGloo(store, self._rank, self._group.ranks, TIMEOUT)
-        self.add_up(torch.zeros(1, device=self._device))  # NCCL connects at the first collective
+        self.all_reduce(torch.zeros(1, device=self._device))  # NCCL connects at the first collective
 
-    def add_up(self, buffer: Tensor) -> None:
-        self._meeting.wait()
+    def all_reduce(self, buffer: Tensor) -> None:
+        self._barrier.wait()
         with self._as_one_of_many():
             self._ranks.allreduce([buffer]).wait()
 
@@ -184,12 +184,12 @@ class Collective:
         try:
             yield
         except RuntimeError as error:
-            if self._meeting.aborted:  # the run is ending: another drafter of this process has left
+            if self._barrier.aborted:  # the run is ending: another drafter of this process has left
                 raise Closed from error
             raise ExchangeError(f"the drafters could not add up their gradients: {first_line(error)}") from error
 
     def abort(self) -> None:
-        self._meeting.abort()
+        self._barrier.abort()
 
     def close(self) -> None:
         if self._ranks is not None:
@@ -197,11 +197,11 @@ class Collective:
             self._ranks = None
 
 
-class _Room:
-    """Where the drafters of one device meet."""
+class _DeviceGroup:
+    """What the drafters of one device share: a barrier, and the buffers that they reduce."""
 
     def __init__(self, members: int) -> None:
-        self.meeting = Meeting(members)
+        self.barrier = Barrier(members)
         self.buffers: list[Tensor | None] = [None] * members
         self.events: list[torch.cuda.Event | None] = [None] * members
 
@@ -209,39 +209,39 @@ class _Room:
 class SharedDevice:
     """One of several drafters on one device: the first adds up for all."""
 
-    def __init__(self, room: _Room, place: int, outside: Exchange) -> None:
-        self._room, self._place, self._outside = room, place, outside
+    def __init__(self, device_group: _DeviceGroup, place: int, outside: GradientExchange) -> None:
+        self._device_group, self._place, self._outside = device_group, place, outside
 
     def connect(self) -> None:
         self._outside.connect()
 
-    def add_up(self, buffer: Tensor) -> None:
-        room, first = self._room, self._place == 0
-        room.buffers[self._place] = buffer
+    def all_reduce(self, buffer: Tensor) -> None:
+        device_group, first = self._device_group, self._place == 0
+        device_group.buffers[self._place] = buffer
         self._mark()
-        room.meeting.wait()
+        device_group.barrier.wait()
         if first:
-            for place in range(1, len(room.buffers)):
+            for place in range(1, len(device_group.buffers)):
                 self._after(place)
-                other = room.buffers[place]
+                other = device_group.buffers[place]
                 assert other is not None
                 buffer.add_(other)
-            self._outside.add_up(buffer)
+            self._outside.all_reduce(buffer)
             self._mark()
-        room.meeting.wait()
+        device_group.barrier.wait()
         if not first:
             self._after(0)
-            total = room.buffers[0]
+            total = device_group.buffers[0]
             assert total is not None
             buffer.copy_(total)
             self._mark()
-        room.meeting.wait()
+        device_group.barrier.wait()
         if first:  # its buffer must not change before the others have read it
-            for place in range(1, len(room.buffers)):
+            for place in range(1, len(device_group.buffers)):
                 self._after(place)
 
     def abort(self) -> None:
-        self._room.meeting.abort()
+        self._device_group.barrier.abort()
         self._outside.abort()
 
     def close(self) -> None:
@@ -249,12 +249,12 @@ class SharedDevice:
 
     def _mark(self) -> None:
         """Say that what this drafter's stream holds so far is what the others may build on."""
-        buffer = self._room.buffers[self._place]
+        buffer = self._device_group.buffers[self._place]
         if buffer is not None and buffer.is_cuda:
-            self._room.events[self._place] = torch.cuda.current_stream(buffer.device).record_event()
+            self._device_group.events[self._place] = torch.cuda.current_stream(buffer.device).record_event()
 
     def _after(self, place: int) -> None:
         """Let this drafter's stream wait for another's mark."""
-        event = self._room.events[place]
+        event = self._device_group.events[place]
         if event is not None:
             torch.cuda.current_stream().wait_event(event)

@@ -20,7 +20,7 @@ from torch.distributed import HashStore, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import PrefixStore
 from torch.utils._pytree import keystr, tree_flatten_with_path
 
-from trainer.exchange.peers import PeerError, Peers, SetupError, place_in_run
+from trainer.exchange.peers import PeerError, Peers, SetupError, rank_and_world_size
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -36,45 +36,45 @@ class Processes:
     """All processes of the run, which have met. As a context manager it tells the others how this one ended."""
 
     store: Any = field(default_factory=HashStore)  # torch.distributed.Store
-    process: int = 0
-    count: int = 1
+    rank: int = 0
+    world_size: int = 1
     peers: Peers = field(default_factory=Peers)
     _trains: threading.Event = field(default_factory=threading.Event)
 
     @classmethod
-    def meet(cls) -> Processes:
+    def rendezvous(cls) -> Processes:
         """Meet the run's other processes, if torchrun's environment variables tell of any.
 
         Raises:
             SetupError: the others can't be met, or are of another run.
             PeerError: one of them failed, died or did not come.
         """
-        process, count = place_in_run()
-        if count == 1:
+        rank, world_size = rank_and_world_size()
+        if world_size == 1:
             return cls()
         where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
-        log.info("process %d of %d meets the others at %s", process, count, where)
+        log.info("process %d of %d meets the others at %s", rank, world_size, where)
         try:
-            met = _in_a_thread(lambda: cls._meet(process, count))
+            processes = _in_a_thread(lambda: cls._rendezvous(rank, world_size))
         except (PeerError, SetupError):
             raise
         except (ValueError, RuntimeError, OSError) as error:
             raise SetupError(
-                f"process {process} of {count} could not meet the others at {where}: {first_line(error)}"
+                f"process {rank} of {world_size} could not meet the others at {where}: {first_line(error)}"
             ) from error
-        threading.Thread(target=met._watch, name="peers", daemon=True).start()
-        return met
+        threading.Thread(target=processes._watch, name="peers", daemon=True).start()
+        return processes
 
     @classmethod
-    def _meet(cls, process: int, count: int) -> Processes:
+    def _rendezvous(cls, rank: int, world_size: int) -> Processes:
         # Torchrun's agent may serve the store already; else process 0 has to. Nobody waits here for the others to
         # come to the store: who comes and dies is seen only by those who have met.
-        serves = process == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+        serves = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
         host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
         store: Any = TCPStore(host, port, is_master=serves, timeout=TIMEOUT, wait_for_workers=False)
         # The agent's store outlives processes that it starts anew, and remembers where the former ones were found.
         store = PrefixStore(f"dflash/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
-        return cls(store, process, count, Peers.meet(store, process, count, TIMEOUT))
+        return cls(store, rank, world_size, Peers.connect(store, rank, world_size, TIMEOUT))
 
     def _watch(self) -> None:
         """Until training begins: end this process when another one fails, whatever the main thread is busy with.
@@ -145,12 +145,12 @@ def first_line(error: BaseException) -> str:
 def _difference(agreed: list[dict[str, Any]]) -> str | None:
     """A sentence on the first thing that a process has otherwise than process 0."""
     first = agreed[0]
-    for process, other in enumerate(agreed[1:], start=1):
+    for rank, other in enumerate(agreed[1:], start=1):
         for name in first | other:
             if first.get(name) != other.get(name):
                 return (
                     f"the processes of a run must begin alike, but process 0 has {name} {first.get(name)} and process "
-                    f"{process} has {other.get(name)}: give all of them the same configuration, data, target and "
+                    f"{rank} has {other.get(name)}: give all of them the same configuration, data, target and "
                     "checkpoint"
                 )
     return None

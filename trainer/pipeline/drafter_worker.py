@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from trainer.drafter.config import DrafterConfig
-from trainer.exchange.reduce import Exchange
-from trainer.pipeline.shared import Place, Shared
+from trainer.exchange.reduce import GradientExchange
+from trainer.pipeline.shared import FeatureBuffer, Shared
 from trainer.pipeline.types import StepReport, TrainState
 from trainer.pipeline.worker import Worker
 from trainer.step.optim import schedule_multiplier
@@ -61,7 +61,7 @@ class DrafterWorker(Worker):
         moments: Mapping[str, Tensor] | None,
         embedding: Tensor,
         head: Tensor,
-        exchange: Exchange,
+        exchange: GradientExchange,
         statistics: Callable[[], dict[str, Any]],
     ) -> None:
         """Args: weights and moments [CPU]: the state to start from; moments None: a fresh optimizer."""
@@ -103,7 +103,7 @@ class DrafterWorker(Worker):
         self._drafter_step = step
         self._weights, self._moments = {}, None
         depth = self.shared.deliveries[self._number].depth
-        self.shared.places[self._number] = [Place(*step.feature_buffers()) for _ in range(depth)]
+        self.shared.buffers[self._number] = [FeatureBuffer(*step.feature_buffers()) for _ in range(depth)]
         if self.stream is not None:  # targets write there from streams of their own
             self.stream.synchronize()
 
@@ -132,25 +132,25 @@ class DrafterWorker(Worker):
             raise
 
     def _one_step(self) -> None:
-        step, accumulate = self._drafter_step, self.shared.plan.accumulate
+        step = self._drafter_step
         ring = self.shared.deliveries[self._number]
         tokens = anchors = epoch = 0
-        for _ in range(accumulate):
+        for _ in range(self.shared.plan.gradient_accumulation_steps):
             taken = ring.take()
             assert taken is not None, "the plan has rows for every step"
             k, delivery = taken
             if self.stream is not None and delivery.ready is not None:
                 self.stream.wait_event(delivery.ready)
-            prepared, place = delivery.prepared, delivery.place
+            prepared, buffer = delivery.prepared, delivery.buffer
             with self.meter.busy(rows=1):
-                step.load(prepared.row, place.hidden, place.last_hidden)
+                step.load(prepared.row, buffer.hidden, buffer.last_hidden)
                 if self.stream is not None:
-                    place.read = self.stream.record_event()
+                    buffer.read = self.stream.record_event()
                 ring.release(k)
                 step.accumulate(prepared.valid_slots)
             tokens, anchors, epoch = tokens + prepared.tokens, anchors + prepared.anchors, prepared.row.epoch
         step.note(tokens=tokens, anchors=anchors, stop=self.shared.stop_requested.is_set())
-        self._exchange.add_up(step.exchanged)
+        self._exchange.all_reduce(step.exchanged)
         with self.meter.busy():
             self._updating = True
             step.update()

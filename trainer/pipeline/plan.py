@@ -7,20 +7,20 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class RowPlan:
     """Which row goes where. M drafters in all processes; those of this process are numbers `first` and following."""
 
     drafters: int  # of this process
     first: int
     all_drafters: int  # M
-    accumulate: int
+    gradient_accumulation_steps: int
     start_step: int
     total_steps: int
 
     @property
     def rows_per_step(self) -> int:
         """Rows that all drafters consume in one optimizer step."""
-        return self.all_drafters * self.accumulate
+        return self.all_drafters * self.gradient_accumulation_steps
 
     def rows(self) -> Iterator[int]:
         """The global numbers of this process's rows, ascending. Row n belongs to drafter n mod M."""

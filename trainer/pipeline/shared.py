@@ -12,8 +12,8 @@ from torch import Tensor
 
 from trainer.compilation.phase import CompilePhase
 from trainer.config.sections import RunConfig
-from trainer.exchange.reduce import Exchange, ExchangeError
-from trainer.pipeline.plan import Plan
+from trainer.exchange.reduce import ExchangeError, GradientExchange
+from trainer.pipeline.plan import RowPlan
 from trainer.pipeline.queues import Ring
 from trainer.pipeline.types import StepReport, TrainState
 from trainer.step.step import PreparedRow
@@ -22,8 +22,8 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
-class Place:
-    """Static buffers on a drafter's device that one row's features are copied into."""
+class FeatureBuffer:
+    """Static tensors on a drafter's device that one row's features are copied into."""
 
     hidden: Tensor  # [S, n*H]
     last_hidden: Tensor | None  # [S, H]
@@ -32,10 +32,10 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class Delivery:
-    """A row whose features are, or on CUDA will be after `ready`, in a place of its drafter."""
+    """A row whose features are, or on CUDA will be after `ready`, in a feature buffer of its drafter."""
 
     prepared: PreparedRow
-    place: Place
+    buffer: FeatureBuffer
     ready: torch.cuda.Event | None
 
 
@@ -44,13 +44,13 @@ class Shared:
     """What the threads of one run have in common."""
 
     config: RunConfig
-    plan: Plan
+    plan: RowPlan
     phase: CompilePhase
     rows: Ring[PreparedRow]
     deliveries: list[Ring[Delivery]]  # one a drafter
-    places: list[list[Place]]  # [drafter][place of its ring]
+    buffers: list[list[FeatureBuffer]]  # [drafter][place of its ring]
     checkpoints: Ring[tuple[TrainState, Tensor | None]] = field(default_factory=lambda: Ring(1))
-    exchanges: list[Exchange] = field(default_factory=list)
+    exchanges: list[GradientExchange] = field(default_factory=list)
     reports: queue.SimpleQueue[StepReport] = field(default_factory=queue.SimpleQueue)
     started: threading.Event = field(default_factory=threading.Event)
     ending: threading.Event = field(default_factory=threading.Event)

@@ -12,7 +12,7 @@ from trainer.pipeline.worker import Worker
 WINDOW_SECONDS = 2.0  # of the busy times and queue occupancies in a step's report
 
 
-class Statistics:
+class WorkerStatistics:
     """Busy time and occupancy of a run's workers, lately and since the start."""
 
     def __init__(self, shared: Shared, rows: Worker, targets: list[Worker], drafters: list[Worker]) -> None:

@@ -1,4 +1,4 @@
-"""What survives a kill at any instant? Whole checkpoints, made in a hidden folder and renamed once they are on disk.
+"""Writes checkpoints that survive a kill at any instant: made in a hidden folder, renamed once they are on disk.
 
     checkpoints/step-00000200/
         model.safetensors      the drafter's fp32 weights under the released names; with config.json it is a drafter
@@ -46,7 +46,7 @@ class CheckpointError(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Checkpoint:
+class WholeCheckpoint:
     """A checkpoint whose files were found whole."""
 
     path: Path
@@ -118,7 +118,7 @@ def save(
     return final
 
 
-def newest_valid(folder: Path) -> Checkpoint | None:
+def newest_valid(folder: Path) -> WholeCheckpoint | None:
     """The newest whole checkpoint below `folder`, or None; each damaged one that is passed over is warned of."""
     for path in sorted(_checkpoints(folder), key=_step, reverse=True):
         try:
@@ -128,7 +128,7 @@ def newest_valid(folder: Path) -> Checkpoint | None:
     return None
 
 
-def read(path: Path) -> Checkpoint:
+def read(path: Path) -> WholeCheckpoint:
     """The checkpoint in `path`, every byte verified.
 
     Raises:
@@ -147,14 +147,14 @@ def read(path: Path) -> Checkpoint:
         for name, expected in manifest["files"].items():
             if _sha256(path / name) != expected["sha256"]:
                 raise CheckpointError(f"checkpoint {path} is damaged: {name} does not match its SHA-256")
-        return Checkpoint(path, int(manifest["step"]), dict(manifest["metrics"]))
+        return WholeCheckpoint(path, int(manifest["step"]), dict(manifest["metrics"]))
     except OSError as error:
         raise CheckpointError(f"checkpoint {path} is incomplete: {_reason(error)}") from error
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"checkpoint {path} is damaged: {MANIFEST} can't be read ({error})") from error
 
 
-def resolve(path: Path) -> Checkpoint:
+def resolve(path: Path) -> WholeCheckpoint:
     """The checkpoint that a person means by `path`: a checkpoint, a folder of them, or a run directory.
 
     Raises:

@@ -7,10 +7,10 @@ import logging
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from trainer.config.sections import RunConfig
+from trainer.config.sections import RENAMED_KEYS, RunConfig
 from trainer.data import RowSource
 from trainer.drafter.config import DrafterConfig
-from trainer.run.checkpoint import Checkpoint, CheckpointError
+from trainer.run.checkpoint import CheckpointError, WholeCheckpoint
 from trainer.wording import count
 
 logger = logging.getLogger(__name__)
@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 BY_LAYERS = ("layer_types", "max_window_layers")  # fields that follow a drafter's number of layers
 
 
-def refuse_another_drafter(start: Checkpoint, settings: RunConfig, drafter_config: DrafterConfig) -> None:
+def refuse_another_drafter(start: WholeCheckpoint, settings: RunConfig, drafter_config: DrafterConfig) -> None:
     """Raise CheckpointError unless weights and optimizer state of the checkpoint fit what is to be trained."""
     old, new = start.drafter_config(), json.loads(json.dumps(drafter_config.to_json("float32")))
     there, here = dict(_leaves(old)), dict(_leaves(new))
@@ -48,7 +48,7 @@ def _leaves(document: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
             yield name, value
 
 
-def warn_of_changes(start: Checkpoint, settings: RunConfig, source: RowSource, rows: int) -> None:
+def warn_of_changes(start: WholeCheckpoint, settings: RunConfig, source: RowSource, rows: int) -> None:
     """Say what keeps a resumed run from repeating an undisturbed one: it goes on, but not with the same losses."""
     before = start.run()
     if before["content_hash"] != source.content_hash:
@@ -62,10 +62,17 @@ def warn_of_changes(start: Checkpoint, settings: RunConfig, source: RowSource, r
             before["next_row"],
         )
     for section in ("objective", "optimizer"):
-        old, new = before["config"][section], settings.model_dump(mode="json")[section]
+        old = {_today(section, name): value for name, value in before["config"][section].items()}
+        new = settings.model_dump(mode="json")[section]
         for name in sorted(old.keys() | new.keys()):
             if old.get(name) != new.get(name):
                 logger.warning("%s.%s was %s in the checkpoint, is %s", section, name, old.get(name), new.get(name))
+
+
+def _today(section: str, name: str) -> str:
+    """What a key that an earlier version wrote is called now."""
+    key = f"{section}.{name}"
+    return RENAMED_KEYS.get(key, key).removeprefix(f"{section}.")
 
 
 def describe_length(settings: RunConfig, source: RowSource, rows: int, total: int) -> str:

@@ -1,4 +1,4 @@
-"""How does the trainer tell systemd that it lives? The sd_notify protocol, one datagram per message.
+"""Tells systemd that the trainer lives, by the sd_notify protocol: one datagram per message.
 
 Silent where $NOTIFY_SOCKET is unset, so a run outside systemd needs no switch. A message that can't be delivered is
 dropped: the service manager's absence must never end a training run.

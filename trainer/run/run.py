@@ -11,7 +11,7 @@ import faulthandler
 import logging
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import transformers
@@ -22,7 +22,7 @@ from trainer.data.dataset import open_rows
 from trainer.devices import require_devices
 from trainer.drafter.for_target import config_for_target
 from trainer.drafter.released import read_drafter
-from trainer.exchange.peers import PeerError, place_in_run
+from trainer.exchange.peers import PeerError, rank_and_world_size
 from trainer.exchange.rendezvous import Processes
 from trainer.hub import drafter_folder
 from trainer.inputs import require_run
@@ -31,7 +31,7 @@ from trainer.pipeline.supervisor import Pipeline
 from trainer.pipeline.types import PipelineError, TrainState
 from trainer.pretrained import load_model_config, load_tokenizer
 from trainer.run import checkpoint
-from trainer.run.checkpoint import Checkpoint
+from trainer.run.checkpoint import WholeCheckpoint
 from trainer.run.checks import describe_length, refuse_another_drafter, warn_of_changes, warn_of_length
 from trainer.run.notify import Notifier
 from trainer.run.signals import Interrupted, Signals
@@ -50,12 +50,13 @@ def run(config_path: Path, run_dir: Path, overrides: Sequence[str], resume_from:
     """
     notifier = Notifier()
     notifier.expect_silence(SILENCE_SECONDS)
-    process, processes = place_in_run()
-    if processes > 1:
-        notifier.status(f"process {process}: {processes} processes meet")
+    rank, world_size = rank_and_world_size()
+    if world_size > 1:
+        notifier.status(f"process {rank}: {world_size} processes meet")
     try:
-        with Processes.meet() as met:  # first of all: who fails from now on, be it at reading, is heard by all
-            return _run(config_path, run_dir, overrides, resume_from, signals, notifier, met)
+        # Before anything is read: from here on each process hears of the others' failures.
+        with Processes.rendezvous() as processes:
+            return _run(config_path, run_dir, overrides, resume_from, signals, notifier, processes)
     except PeerError as error:
         logger.error("run failed: another process failed: PeerError: %s", error)
         return 1
@@ -68,7 +69,7 @@ def _run(
     resume_from: Path | None,
     signals: Signals,
     notifier: Notifier,
-    met: Processes,
+    processes: Processes,
 ) -> int:
     settings = load(config_path, overrides)
     if not sys.stderr.isatty():
@@ -78,14 +79,15 @@ def _run(
     require_devices("pipeline.drafters", settings.pipeline.drafters)
     start = find_start(run_dir, resume_from)
 
-    first = met.process == 0
+    first = processes.rank == 0
     say = logger.info if first else logger.debug  # what all of them would say alike, the first one says
     if not first:
         logging.getLogger("trainer.data").setLevel(logging.ERROR)
-    rows = sum(met.peers.share(len(settings.pipeline.drafters))) * settings.optimizer.accumulate  # of a step
+    drafters = sum(processes.peers.share(len(settings.pipeline.drafters)))
+    rows = drafters * settings.optimizer.gradient_accumulation_steps  # of a step
     notifier.status("reading data")
     source = open_rows(settings.data, settings.target)
-    met.peers.check()
+    processes.peers.check()
     target_config, tokenizer = load_model_config(settings.target), load_tokenizer(settings.target)
     drafter_config = config_for_target(settings.drafter, target_config, tokenizer)
     total = total_steps(source.total_rows, rows, settings.optimizer.max_steps)
@@ -120,8 +122,14 @@ def _run(
             telemetry.event("resume", step=step, checkpoint=str(start.path))
     watch = Watch(run_dir, settings, source, rows, drafter_config, telemetry, notifier, signals)
     state = TrainState(step, start.model(), start.optimizer()) if start else released_start(settings)
+    pipeline = Pipeline(settings, drafter_config, source, watch.hooks(), state, processes)
+    return _train(pipeline, watch, signals, say)
+
+
+def _train(pipeline: Pipeline, watch: Watch, signals: Signals, say: Callable[..., None]) -> int:
+    """Run the pipeline to its end, say how it ended, and return the exit code."""
     try:
-        outcome = Pipeline(settings, drafter_config, source, watch.hooks(), state, met).run()
+        outcome = pipeline.run()
     except PipelineError as error:
         interrupted = isinstance(error.__cause__, Interrupted)
         if not interrupted:
@@ -144,7 +152,7 @@ def _run(
     return code
 
 
-def find_start(run_dir: Path, resume_from: Path | None) -> Checkpoint | None:
+def find_start(run_dir: Path, resume_from: Path | None) -> WholeCheckpoint | None:
     """The checkpoint to go on from: the run's own newest whole one, else `resume_from`'s, else none."""
     own = checkpoint.newest_valid(run_dir / "checkpoints")
     if own is not None or resume_from is None:

@@ -1,4 +1,4 @@
-"""What was asked of a run from outside? Signals become flags that the pipeline polls.
+"""Turns signals into flags that the pipeline polls.
 
 SIGTERM and SIGINT let the step finish and save; before training begins there is nothing to save and the exit is at
 once. A run that SIGTERM stopped exits with 0, for a service manager asked it to. Ctrl-C comes from a person: 130 keeps

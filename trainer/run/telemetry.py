@@ -1,4 +1,4 @@
-"""Where do a run's numbers go? To metrics.jsonl always; to TensorBoard and Weights & Biases when asked.
+"""Writes a run's numbers: to metrics.jsonl always, to TensorBoard and Weights & Biases when asked.
 
 Numerators and denominators are pooled over the steps of a window before a ratio is taken, so that a line covers all of
 its steps alike. The first step of a process is written at once, for those who wait for a sign of life.

@@ -1,4 +1,4 @@
-"""How wrong is the drafter on each slot, in which direction should its hidden states move, and how far is it accepted?
+"""Computes the loss of each slot, the gradient of its hidden state, and how far a block is accepted.
 
 Pure tensor functions of fixed shapes, without a host sync: they compile into one graph and can be captured. The order
 of work in a step:

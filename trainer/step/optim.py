@@ -1,4 +1,4 @@
-"""How are the drafter's weights updated? AdamW or Muon, clipped, under a schedule, all on the device.
+"""Updates the drafter's weights with AdamW or Muon, clipped, under a schedule, all on the device.
 
 `Optimizer.step` runs device operations only: the schedule is a table on the device, indexed by a step counter on the
 device, and clipping needs no answer from the host. So it can be captured in a CUDA graph, and every tensor that it

@@ -1,14 +1,14 @@
-"""What happens to one row on a drafter's device?
+"""Runs the pieces of one optimizer step on a drafter's device.
 
 `DrafterStep` owns static buffers of the run's one shape (S tokens, A anchors) and the pieces of an optimizer step over
 them. In their order:
 
     load      row and features into the buffers, on the worker's stream
-    forward   blocks, masks and the drafter's body; supervised slots are gathered to the front
+    forward   blocks, masks and the drafter's layers; supervised slots are gathered to the front
     chunk     C slots through the frozen head: losses, and their gradient with respect to the hidden states. The host
               knows from the row how many slots are supervised, so only ceil(valid / C) chunks run; which one it is
               stands in a counter on the device, so one CUDA graph serves them all
-    backward  slot weights (they may depend on all losses), the weighted gradient, back through the body
+    backward  slot weights (they may depend on all losses), the weighted gradient, back through the layers
     update    after the gradient exchange: divide by the weight sum, clip, optimizer, clear the gradients
 
 Gradients and metric sums live in one flat buffer, `exchanged`, which is all that drafters have to add up. Nothing here
@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -29,12 +29,18 @@ from torch import Tensor
 from trainer.compilation.turn import Turn
 from trainer.config.sections import ObjectiveConfig, RunConfig
 from trainer.data.rows import Row
-from trainer.drafter.attention import build_masks
-from trainer.drafter.blocks import make_blocks
-from trainer.drafter.config import DrafterConfig
-from trainer.drafter.model import DFlashDrafter, embed_blocks
+from trainer.drafter.attention import kernel_options
+from trainer.drafter.blocks import dense_mask, flex_tiles, make_blocks
+from trainer.drafter.config import DrafterConfig, LayerType
+from trainer.drafter.model import DFlashDrafter, Layer, Rotation, Shown, embed_blocks, layer_over_row
 from trainer.step.objective import chunk_gradient, slot_order, slot_sums, slot_weights, summarise, teacher_positions
 from trainer.step.optim import Optimizer, build_optimizer
+
+
+def trains_by_flex(device: torch.device) -> bool:
+    """Whether flex_attention has a backward there; a CPU uses the dense mask."""
+    return device.type == "cuda"
+
 
 WARM_UP_STEPS = 2  # the first compiles, the second shows that nothing is compiled again
 
@@ -57,6 +63,20 @@ class PreparedRow:
         if pin:
             row = Row(row.number, row.epoch, *(tensor.pin_memory() for tensor in _tensors(row)))
         return cls(row, int(blocks.label_mask.sum()), tokens, int(row.anchor_valid.sum()))
+
+
+class Prologue(NamedTuple):
+    """What the layers and the head read of a row."""
+
+    embeds: Tensor  # [A*B, H]
+    fused: Tensor  # [S, H], with its autograd graph
+    rotations: tuple[Rotation, Rotation]  # of the context, of the blocks
+    shown: dict[LayerType, Shown]
+    labels: Tensor  # [N]
+    slots: Tensor  # [N] place in [A, B-1]
+    queries: Tensor  # [N] place in [A*B]
+    label_mask: Tensor  # [A, B-1]
+    teacher: Tensor | None  # [N] place in [S]
 
 
 class Forward(NamedTuple):
@@ -148,7 +168,9 @@ class DrafterStep:
             start += parameter.numel()
 
         self._state: Forward
-        self._run_body: Callable[[], Forward] = self._body
+        self._run_prologue: Callable[[], Prologue] = self._prologue
+        self._run_layer: Callable[..., Tensor] = layer_over_row
+        self._run_epilogue: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] = self._epilogue
         self._run_head: Callable[..., tuple[Tensor, Tensor, Tensor, Tensor]] = self._head_chunk
         self._run_weigh: Callable[..., tuple[Tensor, Tensor]] = self._weigh
         self._flex = False
@@ -188,11 +210,16 @@ class DrafterStep:
         Afterwards the step neither compiles nor, in graph mode, launches a kernel by itself.
         """
         if turn.mode != "eager":
-            self._run_body = turn.compile(self._body)
+            self._run_prologue = turn.compile(self._prologue)
+            # The first layer, whose input has no gradient, is of another kind than those behind it.
+            self._run_layer = turn.compile(layer_over_row, kinds=True)
+            self._run_epilogue = turn.compile(self._epilogue)
             self._run_head = turn.compile(self._head_chunk)
             self._run_weigh = turn.compile(self._weigh)
-            # A CPU has no backward for flex_attention, and the eager reference uses the dense mask everywhere.
-            self._flex = self._on_gpu
+            # The eager reference uses the dense mask everywhere.
+            self._flex = trains_by_flex(self.device)
+            for layer in self.drafter.layers:
+                cast(Layer, layer).self_attn.kernel_options = kernel_options(self.device, self._config.head_dim)
         schedule = self.optimizer.state_dict()["step"]
         before = schedule.clone()
         self._load_synthetic()
@@ -285,31 +312,48 @@ class DrafterStep:
 
     def _forward(self) -> None:
         self._chunk_number.zero_()
+        config = self._config
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self._on_gpu):
-            self._state = self._run_body()
+            row = self._run_prologue()
+            hidden = row.embeds
+            for layer in self.drafter.layers:
+                kind = cast(Layer, layer).layer_type
+                hidden = self._run_layer(
+                    layer, hidden, row.fused, row.rotations, row.shown[kind], config.block_size, config.kinds[kind]
+                )
+            hidden, gathered = self._run_epilogue(hidden, row.queries)
+        self._state = Forward(hidden, gathered, row.labels, row.slots, row.queries, row.label_mask, row.teacher)
 
-    def _body(self) -> Forward:
-        """Compiled. The row in the buffers to the hidden states of its slots."""
+    def _prologue(self) -> Prologue:
+        """Compiled. The row in the buffers to what the layers read."""
         config = self._config
         blocks = make_blocks(*self._row_buffers(), block_size=config.block_size, mask_token_id=config.mask_token_id)
-        masks = build_masks(config, blocks, self._length, flex=self._flex)
-        embeds = embed_blocks(blocks.tokens, self._embedding, config.input_embedding_scale)
-        hidden = self.drafter(embeds, self._features, self._position_ids, blocks.positions, masks)
-        hidden = hidden.to(self._dtype)
+        mask_of = flex_tiles if self._flex else dense_mask
+        shown = {
+            layer_type: Shown(mask_of(blocks, self._length, kind), blocks.anchors, blocks.starts)
+            for layer_type, kind in config.kinds.items()
+        }
         order = slot_order(blocks.label_mask, self._chunk)
         teacher = None
         if self._last_hidden is not None:
             places = teacher_positions(blocks.anchors, config.block_size).clamp(max=self._length - 1)
             teacher = places.reshape(-1)[order.slots]
-        return Forward(
-            hidden,
-            hidden.detach()[order.queries],
+        return Prologue(
+            embed_blocks(blocks.tokens, self._embedding, config.input_embedding_scale),
+            self.drafter.fuse(self._features),
+            (self.drafter.rotary(self._position_ids), self.drafter.rotary(blocks.positions)),
+            shown,
             blocks.labels.reshape(-1)[order.slots],
             order.slots,
             order.queries,
             blocks.label_mask,
             teacher,
         )
+
+    def _epilogue(self, hidden: Tensor, queries: Tensor) -> tuple[Tensor, Tensor]:
+        """Compiled. Final hidden states [A*B, H], and those of the slots in their order [N, H], without gradient."""
+        hidden = self.drafter.norm(hidden).to(self._dtype)
+        return hidden, hidden.detach()[queries]
 
     @torch.no_grad()
     def _one_chunk(self) -> None:

@@ -1,14 +1,12 @@
-"""How does a target make one row's features after the other?
+"""Makes the features of one row after the other.
 
-In graph mode, where its attention allows it, by a captured graph over compiled layers; elsewhere eagerly. The layers of
-one kind share one compiled function, so that compiling takes no longer for a deep target than for a flat one. A target
-whose layers don't compile, or then compute something else, keeps its own kernels: the graph launches them as fast, but
-they move more memory.
+In graph mode by a captured graph over compiled layers, or the run does not start: what a target may go without is
+chosen in the configuration (`target.compile`, `target.capture`), never found out by the way. The layers of one kind
+share one compiled function, so that compiling takes no longer for a deep target than for a flat one.
 """
 
 from __future__ import annotations
 
-import logging
 from copy import copy
 from typing import Any
 
@@ -17,41 +15,55 @@ from torch import Tensor, nn
 from torch._dynamo.exc import FailOnRecompileLimitHit
 
 from trainer.compilation.turn import Turn
+from trainer.config.sections import RunConfig
 from trainer.data.rows import Row, RowShape
 from trainer.target.inputs import TargetInputs
 from trainer.target.model import Features, Target, decoder_layer
 from trainer.target.trial import LAYER_TOLERANCE, disagreement
 
-log = logging.getLogger(__name__)
-
 
 class FeatureMaker:
     """A target over rows of one shape. Used by one thread, under that thread's stream."""
 
-    def __init__(self, target: Target, shape: RowShape, *, compiles: bool = True) -> None:
-        """With `compiles`, graph mode compiles the target's layers."""
+    def __init__(self, target: Target, shape: RowShape, *, compiles: bool = True, captures: bool = True) -> None:
+        """Args: compiles, captures: what graph mode shall do, by `target.compile` and `target.capture`."""
         self.target = target
-        self._shape, self._compiles = shape, compiles
+        self._shape, self._compiles, self._captures = shape, compiles, captures
         self._inputs: TargetInputs | None = None
         self._captured: Features
         self._replay = self._forward
 
+    @classmethod
+    def of_run(cls, config: RunConfig, target: Target, shape: RowShape) -> FeatureMaker:
+        """The one that a run of `config` uses."""
+        return cls(target, shape, compiles=config.target.compile, captures=config.target.capture)
+
     def prepare(self, turn: Turn) -> None:
-        """Compile the layers and capture the forward pass, in graph mode, if the target's attention allows it."""
-        if turn.mode != "graph" or not self.target.capturable:
-            reason = "its attention is not capturable" if turn.mode == "graph" else "targets compile in graph mode only"
-            turn.runs_eagerly(reason)
-            return
-        self._inputs = TargetInputs.trial(self._shape, self.target.vocab_size, self.target.device)
-        if not self._compiles:
-            turn.discard_compiled("target.compile is false")
-        elif (fault := self._compile(turn)) is not None:
-            log.warning("the target's layers run uncompiled: %s", fault)
-            self.target.run_layers_by(None)
-            turn.discard_compiled(f"its layers run uncompiled: {fault}")
-        for _ in range(2):
-            self._forward()
-        self._replay = turn.capture("forward", self._forward)
+        """In graph mode, compile the layers and capture the forward pass.
+
+        What is not had is said to the turn: `CompilePhase.require_compiled` ends the run for all that was not chosen.
+        """
+        if turn.mode == "eager":
+            if turn.asked == "graph":
+                turn.runs_eagerly("there are no CUDA graphs on a CPU", allowed_by="pipeline.targets")
+        elif turn.mode == "compiled":
+            turn.runs_eagerly("targets are compiled in graph mode only", allowed_by="pipeline.mode: compiled")
+        elif not self._captures:
+            turn.runs_eagerly("its pass is neither compiled nor captured", allowed_by="target.capture: false")
+        elif self.target.uncapturable:
+            turn.runs_eagerly(f"{self.target.uncapturable} (target.capture: false runs it kernel by kernel)")
+        else:
+            self._inputs = TargetInputs.trial(self._shape, self.target.vocab_size, self.target.device)
+            if not self._compiles:
+                turn.discard_compiled("its layers are not compiled", allowed_by="target.compile: false")
+            elif (fault := self._compile(turn)) is not None:
+                self.target.run_layers_by(None)
+                turn.discard_compiled(
+                    f"its layers run uncompiled: {fault} (target.compile: false captures the kernels that they launch)"
+                )
+            for _ in range(2):
+                self._forward()
+            self._replay = turn.capture("forward", self._forward)
 
     def make(self, row: Row) -> Features:
         """The row's features; a captured target overwrites them with the next row's."""

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from trainer.config.sections import RunConfig, TargetConfig
 from trainer.data.rows import Row
 from trainer.pretrained import TargetError, load_model
-from trainer.target.attention import VARLEN
+from trainer.target.attention import VARLEN, VARLEN_NOTING
 from trainer.target.inputs import TargetInputs, spans
 from trainer.target.trial import Trial
 
@@ -98,10 +98,12 @@ class Target:
         for number in set(self.layer_ids):
             layers[number].register_forward_hook(self._tap(number))
         trial = self.trial()
-        self.attention = trial.choose_attention(attention)
+        self.attention, reason = trial.choose_attention(attention)
         """How documents are kept apart: "varlen", "masked" or "unpacked" """
-        self.capturable = self.attention == "varlen" and trial.never_waits()
-        """Whether `forward` may be captured in a CUDA graph"""
+        if self.attention == "varlen" and self.device.type == "cuda" and (wait := trial.wait()) is not None:
+            reason = f"the target's pass waits for the GPU: {wait}"
+        self.uncapturable = reason
+        """Why `forward` can't be captured in a CUDA graph; empty where it can"""
 
     @classmethod
     def load(
@@ -191,7 +193,7 @@ class Target:
     def _run(self, inputs: TargetInputs) -> tuple[Tensor, Tensor | None]:
         """Tapped states [D, L, n * H] and, for distillation, final ones [D, L, H]."""
         extra: dict[str, Any] = {}
-        if self._decoder.config._attn_implementation == VARLEN:
+        if self._decoder.config._attn_implementation in (VARLEN, VARLEN_NOTING):
             extra = {
                 "cu_seq_lens_q": inputs.boundaries,
                 "cu_seq_lens_k": inputs.boundaries,

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from trainer.pretrained import TargetError
-from trainer.target.attention import VARLEN, noted_windows
+from trainer.target.attention import VARLEN, VARLEN_NOTING, noted_windows
 from trainer.target.inputs import TargetInputs
 
 _log = logging.getLogger(__name__)
@@ -41,28 +41,41 @@ class Trial:
     device: torch.device
     dtype: torch.dtype
 
-    def choose_attention(self, wanted: str) -> str:
+    def choose_attention(self, wanted: str) -> tuple[str, str]:
         """Set the fastest way that keeps documents apart on this machine.
 
+        Returns its name, "varlen", "masked" or "unpacked", and why it is not "varlen" (empty where it is).
+
         Raises:
-            TargetError: not even a document by itself gives features.
+            TargetError: not even a document by itself gives features, or `wanted` is "varlen" and can't be had.
         """
         self._check_shape()
+        way, reason = self._choose_attention(wanted)
+        if wanted == "varlen" and way != "varlen":
+            raise TargetError(f"target.attention: varlen can't be had: {reason}; set it to auto")
+        if way == "unpacked":
+            _log.info("%s: documents are batched by length instead", reason)
+        return way, reason
+
+    def _choose_attention(self, wanted: str) -> tuple[str, str]:
         if self._selects():
-            _log.info(
-                "the target's attention selects among all tokens of a row: documents are batched by length instead"
-            )
-            return "unpacked"
-        if wanted == "auto" and self.device.type == "cuda" and self.dtype != torch.float32:
+            return "unpacked", "the target's attention selects among all tokens of a row"
+        reason = f"target.attention is {wanted}"
+        if wanted == "auto" and self.device.type != "cuda":
+            reason = "the variable-length kernel needs a GPU"
+        elif wanted == "auto" and self.dtype == torch.float32:
+            reason = "the variable-length kernel takes bfloat16 and float16, and target.dtype is float32"
+        elif wanted in ("auto", "varlen"):
             own = self.decoder.config._attn_implementation
             self.decoder.set_attn_implementation(VARLEN)
-            if self.keeps_apart("varlen", reference=own):
-                return "varlen"
+            fault = self.keeps_apart("varlen", reference=own)
+            if fault is None:
+                return "varlen", ""
             self.decoder.set_attn_implementation(own)
-        if self.keeps_apart("masked"):
-            return "masked"
-        _log.info("the target cannot read several documents as one sequence: they are batched by length instead")
-        return "unpacked"
+            reason = f"the variable-length kernel can't serve this target: {fault}"
+        if self.keeps_apart("masked") is None:
+            return "masked", reason
+        return "unpacked", "the target cannot read several documents as one sequence"
 
     def _check_shape(self) -> None:
         """See that layers return what a drafter can read, [D, L, H]."""
@@ -93,8 +106,8 @@ class Trial:
             word in kind for kind in kinds for word in ("chunk", "sparse", "index", "compress")
         )
 
-    def keeps_apart(self, way: str, reference: str | None = None) -> bool:
-        """Whether a packed pass gives every document what it gets alone.
+    def keeps_apart(self, way: str, reference: str | None = None) -> str | None:
+        """None where a packed pass gives every document what it gets alone, else why it does not.
 
         With a `reference`, the name of another attention implementation, it must also agree with that one.
         The test for leaks is exact at any precision: the gradient of the second document's features with respect to the
@@ -109,25 +122,25 @@ class Trial:
             embedded.append(output.detach().requires_grad_())
             return embedded[0]
 
+        own = self.decoder.config._attn_implementation
         handle = self.decoder.get_input_embeddings().register_forward_hook(watch)
-        windows: list[int | None] = []
-        noted = noted_windows.set(windows)
         try:
-            with torch.enable_grad():
+            with noted_windows() as windows, torch.enable_grad():
+                if own == VARLEN:
+                    self.decoder.set_attn_implementation(VARLEN_NOTING)
                 states, lowest = self._features_and_lowest(inputs)
                 (gradient,) = torch.autograd.grad(states[first:].float().sum(), embedded[0])
         except (RuntimeError, NotImplementedError, TypeError, ValueError, KeyError, TargetError) as error:
             _log.info("packed attention (%s) is not available for this target: %s", way, str(error).split("\n")[0])
-            return False
+            return str(error).split("\n")[0]
         finally:
-            noted_windows.reset(noted)
+            self.decoder.set_attn_implementation(own)
             handle.remove()
         if bool(gradient[0, :first].any()) or not bool(gradient[0, first:].any()):
-            return False
+            return "documents of a packed row see each other"
         if reference is not None and windows.count(None) > len(windows) - self._sliding(len(windows)):
             _log.warning("the target does not tell its attention of its sliding window: variable-length is not used")
-            return False
-        own = self.decoder.config._attn_implementation
+            return "it does not tell its attention of its sliding window"
         for implementation in {own, reference or own}:
             self.decoder.set_attn_implementation(implementation)
             with torch.no_grad():
@@ -136,8 +149,8 @@ class Trial:
             parted = disagreement(states[first:].detach(), alone), disagreement(lowest[first:].detach(), lowest_alone)
             if not (parted[0] <= TOLERANCE and parted[1] <= LAYER_TOLERANCE):  # nor not a number
                 _log.warning("packed attention (%s) gives other features than each document alone: not used", way)
-                return False
-        return True
+                return "packed, it gives other features than each document alone"
+        return None
 
     def _features_and_lowest(self, inputs: TargetInputs) -> tuple[Tensor, Tensor]:
         """Tapped states [L, n * H] of one line, and the first layer's output [L, H]."""
@@ -158,8 +171,8 @@ class Trial:
             return list(kinds)[: len(self.layers)].count("sliding_attention")
         return calls if getattr(self.config, "sliding_window", None) else 0
 
-    def never_waits(self) -> bool:
-        """Whether a packed pass asks nothing of the GPU in between (as some mixtures of experts do)."""
+    def wait(self) -> str | None:
+        """What a packed pass asks of the GPU in between (as some mixtures of experts do), None where nothing."""
         inputs = self._probe(24, 40)
         before = torch.cuda.get_sync_debug_mode()
         try:
@@ -168,11 +181,10 @@ class Trial:
                 torch.cuda.set_sync_debug_mode("error")
                 self.run(inputs)
         except RuntimeError as error:
-            _log.info("the target's pass cannot be captured in a CUDA graph: %s", str(error).split("\n")[0])
-            return False
+            return str(error).split("\n")[0]
         finally:
             torch.cuda.set_sync_debug_mode(before)
-        return True
+        return None
 
     def _probe(self, *lengths: int) -> TargetInputs:
         return TargetInputs.probe(self.vocab_size, self.device, *lengths)

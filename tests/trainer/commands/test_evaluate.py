@@ -15,11 +15,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.trainer.tiny_models import drafter_for, overfit, save_target, tiny_target
 from trainer.arguments import read
-from trainer.commands.evaluate import EvaluationError, evaluate, main, summarise
+from trainer.commands.evaluate import EvaluationError, evaluate, main, set_result
 from trainer.commands.evaluation_journal import Answered, Journal, JournalError
 from trainer.config.sections import CheckpointConfig
 from trainer.data.prompts import Prompt
-from trainer.drafter.decoding import Generation, Limits, Sampling, Writer
+from trainer.drafter.decoding import Generation, Limits, Sampling, SpeculativeDecoder
 from trainer.drafter.released import write_drafter
 from trainer.run import checkpoint
 from trainer.run.checkpoint import find_drafter
@@ -123,13 +123,13 @@ def test_a_run_is_evaluated_with_the_chat_template_and_variables_that_it_was_tra
     template.write_text("w{{ opening }} {{ messages[0].content }} w{{ closing }}")
     trained(tmp_path, served, chat_template=str(template), chat_template_kwargs={"opening": 7, "closing": 8})
     seen: list[list[int]] = []
-    plain = Writer.plain
+    plain = SpeculativeDecoder.plain
 
-    def watched(self: Writer, prompt: Any, *rest: Any) -> Generation:
+    def watched(self: SpeculativeDecoder, prompt: Any, *rest: Any) -> Generation:
         seen.append(list(prompt))
         return plain(self, prompt, *rest)
 
-    monkeypatch.setattr(Writer, "plain", watched)
+    monkeypatch.setattr(SpeculativeDecoder, "plain", watched)
     output = tmp_path / "evaluation.json"
     words = [str(tmp_path), "--prompts", str(served[2]), "--max-prompts", "1", "--max-new-tokens", "2"]
     words += ["--device", "cpu", "--output", str(output)]
@@ -164,15 +164,15 @@ def test_later_turns_are_asked_behind_the_answers_before_them(served: tuple[Path
     target = tiny_target("llama")
     seen: list[list[int]] = []
 
-    class Recording(Writer):
+    class Recording(SpeculativeDecoder):
         def plain(self, prompt: Any, *rest: Any) -> Generation:
             seen.append(list(prompt))
             return super().plain(prompt, *rest)
 
-    writer = Recording(target, drafter_for(target))
+    decoder = Recording(target, drafter_for(target))
     tokenizer = AutoTokenizer.from_pretrained(served[0])
     prompts = [Prompt("id", tuple(({"role": "user", "content": text},) for text in ("w10 w11", "w12")))]
-    result = evaluate(writer, tokenizer, prompts, "turns", limits=Limits(4), sampling=Sampling(), block_size=6)
+    result = evaluate(decoder, tokenizer, prompts, "turns", limits=Limits(4), sampling=Sampling(), block_size=6)
     assert result.answers == 2
     first, second = seen[-2:]
     assert second[: len(first) - 1] == first[:-1]
@@ -182,13 +182,13 @@ def test_later_turns_are_asked_behind_the_answers_before_them(served: tuple[Path
 def test_summaries_average_over_answers_as_officially_and_survive_answers_without_a_pass() -> None:
     alone = [Generation([5] * 4, [1] * 3, 4.0), Generation([2], [], 0.5)]
     helped = [Generation([5] * 4, [2, 1], 2.0), Generation([2], [], 0.5)]
-    result = summarise("s", list(zip(alone, helped, strict=True)), greedy=True)
+    result = set_result("s", list(zip(alone, helped, strict=True)), greedy=True)
     assert (result.acceptance_length, result.pooled_acceptance_length) == (1.5, 1.5)
     assert result.identical == 2
     assert result.passes_saved == pytest.approx(1 / 5)  # two prompts and two blocks for five tokens
     assert result.histogram == {1: 0.5, 2: 0.5}
     assert result.speedup == pytest.approx((1.0 + 0.5) / (0.5 + 0.5))
-    nothing = summarise("s", [(alone[1], helped[1])], greedy=True)
+    nothing = set_result("s", [(alone[1], helped[1])], greedy=True)
     assert nothing.acceptance_length != nothing.acceptance_length
 
 
@@ -210,9 +210,9 @@ def test_an_interrupted_evaluation_goes_on_and_ends_as_one_that_was_not(
     whole, output = tmp_path / "whole.json", tmp_path / "evaluation.json"
     assert main(read(["evaluate", *words, "--output", str(whole)])) == 0
     unfinished = tmp_path / "evaluation.json.unfinished.jsonl"
-    plain, asked = Writer.plain, 0
+    plain, asked = SpeculativeDecoder.plain, 0
 
-    def failing(self: Writer, *arguments: Any) -> Generation:
+    def failing(self: SpeculativeDecoder, *arguments: Any) -> Generation:
         nonlocal asked
         asked += 1
         if asked == 4:  # to warm up, two answers, and no more
@@ -220,7 +220,7 @@ def test_an_interrupted_evaluation_goes_on_and_ends_as_one_that_was_not(
         return plain(self, *arguments)
 
     with monkeypatch.context() as patched:
-        patched.setattr(Writer, "plain", failing)
+        patched.setattr(SpeculativeDecoder, "plain", failing)
         with pytest.raises(KeyboardInterrupt):
             main(read(["evaluate", *words, "--output", str(output)]))
     assert not output.exists()
@@ -228,12 +228,12 @@ def test_an_interrupted_evaluation_goes_on_and_ends_as_one_that_was_not(
         file.write(b'{"set": 0, "prom')  # as a killed process leaves it
     asked = 10
 
-    def counting(self: Writer, *arguments: Any) -> Generation:
+    def counting(self: SpeculativeDecoder, *arguments: Any) -> Generation:
         nonlocal asked
         asked += 1
         return plain(self, *arguments)
 
-    monkeypatch.setattr(Writer, "plain", counting)
+    monkeypatch.setattr(SpeculativeDecoder, "plain", counting)
     assert main(read(["evaluate", *words, "--output", str(output)])) == 0
     assert asked == 12, "one answer, and one to warm up"
     assert not unfinished.exists()

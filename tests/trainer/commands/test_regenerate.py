@@ -18,13 +18,13 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from tests.trainer import chatting
 from trainer.arguments import read
-from trainer.commands.regenerate import Sampling, _Conversation, main, regenerate
+from trainer.commands.regenerate import AnswerSampling, _Conversation, main, regenerate
 from trainer.config.sections import RunConfig
 from trainer.data import DataError
 from trainer.data.dataset import open_documents
 from trainer.data.prompts import Prompt
 
-GREEDY = Sampling(temperature=0, top_p=None, top_k=None, max_new_tokens=12, max_prompt_tokens=100, seed=0)
+GREEDY = AnswerSampling(temperature=0, top_p=None, top_k=None, max_new_tokens=12, max_prompt_tokens=100, seed=0)
 QUESTIONS = ["Hello?", "What is the capital of Peru, and what is it like to live there?", "Why?", "Who? Where? When?"]
 OTHER_ENDS = range(20, 400, 7)  # so many that every answer comes to an end
 
@@ -79,7 +79,7 @@ def records(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def answer(config: RunConfig, source: str, output: Path, sampling: Sampling = GREEDY, **more: Any) -> int:
+def answer(config: RunConfig, source: str, output: Path, sampling: AnswerSampling = GREEDY, **more: Any) -> int:
     return regenerate(config, [source], output, sampling, **{"batch_size": 3, "limit": None} | more)
 
 
@@ -150,7 +150,7 @@ def test_a_killed_command_is_continued(config: RunConfig, folder: Path, tmp_path
 def test_other_settings_do_not_mix_into_a_file(config: RunConfig, tmp_path: Path) -> None:
     source, output = questions(tmp_path), tmp_path / "out.jsonl"
     answer(config, source, output, limit=1)
-    other = Sampling(temperature=1.0, top_p=None, top_k=None, max_new_tokens=12, max_prompt_tokens=100, seed=0)
+    other = AnswerSampling(temperature=1.0, top_p=None, top_k=None, max_new_tokens=12, max_prompt_tokens=100, seed=0)
     with pytest.raises(DataError, match=r"out.jsonl was written with another temperature; choose another --output"):
         answer(config, source, output, other)
 
@@ -217,7 +217,7 @@ def test_a_target_without_a_chat_template_goes_on_from_the_plain_text(
 def test_a_later_turn_that_is_too_long_ends_its_conversation_with_the_answers_before_it(
     config: RunConfig, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    sampling = Sampling(temperature=0, top_p=None, top_k=None, max_new_tokens=400, max_prompt_tokens=100, seed=0)
+    sampling = AnswerSampling(temperature=0, top_p=None, top_k=None, max_new_tokens=400, max_prompt_tokens=100, seed=0)
     source = prompts(tmp_path / "prompts.jsonl", [{"turns": ["Hello?", "word " * 200, "Why?"]}])
     assert answer(config, source, tmp_path / "out.jsonl", sampling) == 1
     (record,) = records(tmp_path / "out.jsonl")
@@ -229,7 +229,9 @@ def test_sampling_is_repeatable_and_depends_on_the_seed(config: RunConfig, tmp_p
     source = questions(tmp_path)
     texts = []
     for name, seed in (("a", 0), ("b", 0), ("c", 1)):
-        sampling = Sampling(temperature=1.0, top_p=0.95, top_k=20, max_new_tokens=12, max_prompt_tokens=100, seed=seed)
+        sampling = AnswerSampling(
+            temperature=1.0, top_p=0.95, top_k=20, max_new_tokens=12, max_prompt_tokens=100, seed=seed
+        )
         answer(config, source, tmp_path / f"{name}.jsonl", sampling)
         texts.append((tmp_path / f"{name}.jsonl").read_text())
     assert texts[0] == texts[1] != texts[2]
@@ -239,7 +241,7 @@ def test_a_continued_command_does_not_repeat_the_draws_of_the_first(
     config: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source = questions(tmp_path)
-    sampling = Sampling(temperature=1.0, top_p=None, top_k=None, max_new_tokens=2, max_prompt_tokens=100, seed=0)
+    sampling = AnswerSampling(temperature=1.0, top_p=None, top_k=None, max_new_tokens=2, max_prompt_tokens=100, seed=0)
     seeds: list[int] = []
     seed = torch.manual_seed
     monkeypatch.setattr(torch, "manual_seed", lambda number: (seeds.append(number), seed(number))[1])
@@ -257,7 +259,7 @@ def test_every_turn_of_a_conversation_is_answered_anew(config: RunConfig, tmp_pa
         {"role": "assistant", "content": "old answer"},
     ]
     source = prompts(tmp_path / "prompts.jsonl", [{"messages": conversation}])
-    sampling = Sampling(temperature=0, top_p=None, top_k=None, max_new_tokens=400, max_prompt_tokens=500, seed=0)
+    sampling = AnswerSampling(temperature=0, top_p=None, top_k=None, max_new_tokens=400, max_prompt_tokens=500, seed=0)
     assert answer(config, source, tmp_path / "out.jsonl", sampling) == 1
     found = records(tmp_path / "out.jsonl")
     assert [message["role"] for message in found[-1]["messages"]] == [turn["role"] for turn in conversation]
@@ -303,7 +305,7 @@ def test_the_same_prompt_is_answered_once_and_too_long_ones_are_left_out(
 
 
 def test_prompts_come_from_packages_too(config: RunConfig, tmp_path: Path) -> None:
-    long = Sampling(temperature=0, top_p=None, top_k=None, max_new_tokens=3, max_prompt_tokens=800, seed=0)
+    long = AnswerSampling(temperature=0, top_p=None, top_k=None, max_new_tokens=3, max_prompt_tokens=800, seed=0)
     assert answer(config, "chatterbot", tmp_path / "a.jsonl", limit=3) == 3
     assert answer(config, "human-eval", tmp_path / "b.jsonl", long, limit=2) == 2
     questions = [record["messages"][0]["content"] for record in records(tmp_path / "b.jsonl")]

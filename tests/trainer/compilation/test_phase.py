@@ -118,8 +118,8 @@ def test_graphs_that_a_cpu_cannot_have_are_refused_when_required_and_said_otherw
     with CompilePhase("graph") as phase:
         with phase.turn("drafter 0", CPU):
             pass
-        with phase.turn("target 0", CPU, required=False):
-            pass
+        with phase.turn("target 0", CPU) as turn:
+            turn.runs_eagerly("it was chosen", allowed_by="target.capture: false")
         with pytest.raises(CompilationError, match="drafter 0: there are no CUDA graphs on a CPU") as refusal:
             phase.require_compiled()
     assert "target 0" not in str(refusal.value)

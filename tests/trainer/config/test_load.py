@@ -41,6 +41,10 @@ def test_a_minimal_file_has_the_recipes_defaults(tmp_path: Path) -> None:
             SMALL + "optimizer:\n  lrr: 1\n",
             "run.yaml line 6: optimizer.lrr is not a known key; did you mean optimizer.lr?",
         ),
+        (
+            SMALL + "optimizer:\n  accumulate: 2\n",
+            "run.yaml line 6: optimizer.accumulate is now called optimizer.gradient_accumulation_steps",
+        ),
         (SMALL + "lr: 1\n", "run.yaml line 5: lr is not a known key; did you mean optimizer.lr?"),
         (SMALL + "optimiser:\n  lr: 1\n", "run.yaml line 5: optimiser is not a known key; did you mean optimizer?"),
         (SMALL + "xyzzy: 1\n", "run.yaml line 5: xyzzy is not a known key"),

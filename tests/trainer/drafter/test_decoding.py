@@ -11,7 +11,7 @@ import torch
 
 from tests.trainer.tiny_models import FAMILIES, PROMPT, VOCAB, drafter_for, official_twin, overfit, tiny_target
 from trainer.drafter.config import DrafterConfig, DrafterConfigError
-from trainer.drafter.decoding import DecodingError, Limits, Sampling, Writer, reject
+from trainer.drafter.decoding import DecodingError, Limits, Sampling, SpeculativeDecoder, reject
 from trainer.drafter.model import DFlashDrafter
 
 # The official package passes the cache under its older name.
@@ -28,15 +28,15 @@ def generator() -> torch.Generator:
 def test_greedy_text_is_the_targets_own_whatever_the_drafter_proposes(family: str) -> None:
     target = tiny_target(family)
     drafter = drafter_for(target)
-    writer = Writer(target, drafter)
+    decoder = SpeculativeDecoder(target, drafter)
     limits = Limits(24)
-    alone = writer.plain(PROMPT, limits, GREEDY, generator())
+    alone = decoder.plain(PROMPT, limits, GREEDY, generator())
     expected = target.generate(torch.tensor([PROMPT]), max_new_tokens=24, do_sample=False, eos_token_id=None)
     assert alone.tokens == expected[0, len(PROMPT) :].tolist()
-    untrained = writer.speculative(PROMPT, limits, GREEDY, generator())
+    untrained = decoder.speculative(PROMPT, limits, GREEDY, generator())
     assert untrained.tokens == alone.tokens
     overfit(target, drafter, PROMPT + alone.tokens)
-    trained = writer.speculative(PROMPT, limits, GREEDY, generator())
+    trained = decoder.speculative(PROMPT, limits, GREEDY, generator())
     assert trained.tokens == alone.tokens
     assert sum(trained.accepted) == len(trained.tokens) - 1
     assert len(trained.accepted) < len(untrained.accepted)
@@ -49,8 +49,8 @@ def test_accepted_lengths_are_those_of_the_official_package(
 ) -> None:
     target = tiny_target(family)
     drafter = drafter_for(target, **section)
-    writer = Writer(target, drafter)
-    text = writer.plain(PROMPT, Limits(40), GREEDY, generator()).tokens
+    decoder = SpeculativeDecoder(target, drafter)
+    text = decoder.plain(PROMPT, Limits(40), GREEDY, generator()).tokens
     overfit(target, drafter, PROMPT + text, steps=25)
     twin = official_twin(official, drafter)
     stop = text[33]
@@ -58,7 +58,7 @@ def test_accepted_lengths_are_those_of_the_official_package(
         expected = official.dflash_generate(
             twin, target, torch.tensor([PROMPT]), limit, stops or None, return_stats=True
         )
-        ours = writer.speculative(PROMPT, Limits(limit, frozenset(stops)), GREEDY, generator())
+        ours = decoder.speculative(PROMPT, Limits(limit, frozenset(stops)), GREEDY, generator())
         assert ours.accepted == expected.acceptance_lengths
         assert ours.tokens == expected.output_ids[0, len(PROMPT) :].tolist()
 
@@ -69,7 +69,7 @@ def test_a_smaller_block_than_trained_may_be_served(official: ModuleType) -> Non
     expected = official.dflash_generate(
         official_twin(official, drafter), target, torch.tensor([PROMPT]), 20, None, block_size=3, return_stats=True
     )
-    ours = Writer(target, drafter).speculative(PROMPT, Limits(20), GREEDY, generator(), block_size=3)
+    ours = SpeculativeDecoder(target, drafter).speculative(PROMPT, Limits(20), GREEDY, generator(), block_size=3)
     assert ours.accepted == expected.acceptance_lengths
 
 
@@ -98,16 +98,16 @@ def test_rejection_sampling_writes_the_targets_distribution() -> None:
 def test_sampled_text_follows_the_seed_and_accepts_everything_when_the_drafter_is_certain_and_right() -> None:
     target = tiny_target("llama")
     drafter = drafter_for(target)
-    writer = Writer(target, drafter)
+    decoder = SpeculativeDecoder(target, drafter)
     sampling = Sampling(temperature=0.8, top_p=0.9, top_k=20)
-    first, second = (writer.speculative(PROMPT, Limits(20), sampling, generator()) for _ in range(2))
+    first, second = (decoder.speculative(PROMPT, Limits(20), sampling, generator()) for _ in range(2))
     assert first.tokens == second.tokens
     cold = Sampling(temperature=1e-4)  # practically greedy, by the sampling code
-    greedy = writer.plain(PROMPT, Limits(20), GREEDY, generator()).tokens
+    greedy = decoder.plain(PROMPT, Limits(20), GREEDY, generator()).tokens
     overfit(target, drafter, PROMPT + greedy, steps=150)
-    sampled = writer.speculative(PROMPT, Limits(20), cold, generator())
+    sampled = decoder.speculative(PROMPT, Limits(20), cold, generator())
     assert sampled.tokens == greedy
-    assert sampled.accepted == writer.speculative(PROMPT, Limits(20), GREEDY, generator()).accepted
+    assert sampled.accepted == decoder.speculative(PROMPT, Limits(20), GREEDY, generator()).accepted
 
 
 def test_sampling_probabilities_are_the_official_ones(official: ModuleType) -> None:
@@ -135,4 +135,4 @@ def test_a_drafter_for_another_target_is_refused() -> None:
     drafter = drafter_for(tiny_target("llama"))
     other = DrafterConfig.from_json(drafter.config.to_json() | {"num_target_layers": 7})
     with pytest.raises(DrafterConfigError, match="made for another target: its num_target_layers is 7"):
-        Writer(tiny_target("llama"), DFlashDrafter(other))
+        SpeculativeDecoder(tiny_target("llama"), DFlashDrafter(other))

@@ -35,7 +35,7 @@ def here(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def port_and_token(store: Any) -> dict[str, Any]:
-    return dict(json.loads(store.get(peers._MEETING_KEY)))
+    return dict(json.loads(store.get(peers._RENDEZVOUS_KEY)))
 
 
 @contextmanager
@@ -43,7 +43,7 @@ def met(count: int) -> Iterator[list[Peers]]:
     """What each of so many processes, played by threads, holds after they have met."""
     store = HashStore()
     with ThreadPoolExecutor(count) as pool:
-        found = list(pool.map(lambda n: Peers.meet(store, n, count, LONG), range(count)))
+        found = list(pool.map(lambda n: Peers.connect(store, n, count, LONG), range(count)))
     yield found
     for peer in found:
         peer.close()
@@ -58,7 +58,7 @@ def heard(peer: Peers) -> str:
 def test_what_each_hands_over_reaches_all_in_their_order_time_and_again() -> None:
     with met(3) as all_of_them, ThreadPoolExecutor(3) as pool:
         for turn in range(3):
-            shared = list(pool.map(lambda peer: peer.share({"n": peer._process, "turn": turn}), all_of_them))  # noqa: B023
+            shared = list(pool.map(lambda peer: peer.share({"n": peer._rank, "turn": turn}), all_of_them))  # noqa: B023
             assert shared == [[{"n": n, "turn": turn} for n in range(3)]] * 3
 
 
@@ -136,13 +136,13 @@ def test_process_0_waits_only_so_long_for_one_that_stays(monkeypatch: pytest.Mon
 def test_strangers_at_the_meeting_point_disturb_nobody() -> None:
     store = HashStore()
     with ThreadPoolExecutor(2) as pool:
-        zero = pool.submit(Peers.meet, store, 0, 2, LONG)
+        zero = pool.submit(Peers.connect, store, 0, 2, LONG)
         port = port_and_token(store)["port"]
         strangers = [socket.create_connection(("127.0.0.1", port)) for _ in range(4)]
         strangers[0].sendall(b"GET / HTTP/1.0\r\n\r\n")
         strangers[1].sendall(b'{"token": "guessed", "process": 1, "host": "x"}\n[1]\n')
         strangers[2].close()
-        one = pool.submit(Peers.meet, store, 1, 2, LONG)
+        one = pool.submit(Peers.connect, store, 1, 2, LONG)
         met = [future.result(30) for future in (zero, one)]
     assert [peer.failure() for peer in met] == [None, None]
     for peer in met:
@@ -156,12 +156,12 @@ def awaited() -> Iterator[tuple[Any, int, Future[Peers]]]:
     """Process 0 of two at its meeting point: the store, the port, and what it becomes."""
     store = HashStore()
     with ThreadPoolExecutor(1) as pool:
-        zero = pool.submit(Peers.meet, store, 0, 2, LONG)
+        zero = pool.submit(Peers.connect, store, 0, 2, LONG)
         yield store, port_and_token(store)["port"], zero
 
 
 def both_meet(store: Any, zero: Future[Peers]) -> None:
-    one = Peers.meet(store, 1, 2, LONG)
+    one = Peers.connect(store, 1, 2, LONG)
     assert (zero.result(10).failure(), one.failure()) == (None, None)
     one.close()
     zero.result().close()
@@ -268,9 +268,9 @@ def test_a_process_of_another_run_or_number_is_refused_in_words_that_reach_all(
 ) -> None:
     store = HashStore()
     with ThreadPoolExecutor(3) as pool:
-        waiting = [pool.submit(Peers.meet, store, n, 4, LONG) for n in (0, 2)]
+        waiting = [pool.submit(Peers.connect, store, n, 4, LONG) for n in (0, 2)]
         time.sleep(0.5)
-        waiting.append(pool.submit(Peers.meet, store, number, processes, LONG))
+        waiting.append(pool.submit(Peers.connect, store, number, processes, LONG))
         for future in waiting:
             with pytest.raises(SetupError, match=said):
                 future.result(10)
@@ -279,9 +279,9 @@ def test_a_process_of_another_run_or_number_is_refused_in_words_that_reach_all(
 def test_a_number_that_is_used_again_after_all_have_met_is_said() -> None:
     store = HashStore()
     with ThreadPoolExecutor(2) as pool:
-        both = list(pool.map(lambda n: Peers.meet(store, n, 2, LONG), range(2)))
+        both = list(pool.map(lambda n: Peers.connect(store, n, 2, LONG), range(2)))
     with pytest.raises(PeerError, match=r"^process 0 on 127\.0\.0\.1 awaits nobody any more: it ended, or RANK=1 was"):
-        Peers.meet(store, 1, 2, LONG)
+        Peers.connect(store, 1, 2, LONG)
     for peer in both:
         peer.close()
 
@@ -313,10 +313,10 @@ def test_the_place_in_the_run_is_checked(
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     if isinstance(place, tuple):
-        assert peers.place_in_run() == place
+        assert peers.rank_and_world_size() == place
     else:
         with pytest.raises(SetupError) as refused:
-            peers.place_in_run()
+            peers.rank_and_world_size()
         assert str(refused.value).startswith(place)
 
 
@@ -332,7 +332,7 @@ def test_process_0_that_dies_before_all_have_met_is_named() -> None:
     assert zero.stdout is not None
     store = TCPStore("127.0.0.1", int(zero.stdout.readline()), is_master=False, wait_for_workers=False)
     with ThreadPoolExecutor(1) as pool:
-        one = pool.submit(Peers.meet, store, 1, 2, LONG)
+        one = pool.submit(Peers.connect, store, 1, 2, LONG)
         time.sleep(0.5)
         zero.kill()
         with pytest.raises(PeerError, match=r"^process 0 on 127\.0\.0\.1 died before all had met$"):
@@ -342,13 +342,13 @@ def test_process_0_that_dies_before_all_have_met_is_named() -> None:
 
 def test_who_does_not_come_is_named() -> None:
     with pytest.raises(PeerError, match=r"^process 1, 2 did not come$"):
-        Peers.meet(HashStore(), 0, 3, timedelta(seconds=0.1))
+        Peers.connect(HashStore(), 0, 3, timedelta(seconds=0.1))
 
 
 def test_one_that_dies_while_others_are_awaited_ends_the_waiting_of_all() -> None:
     store = HashStore()
     with ThreadPoolExecutor(2) as pool:
-        waiting: list[Future[Any]] = [pool.submit(Peers.meet, store, number, 4, LONG) for number in (0, 1)]
+        waiting: list[Future[Any]] = [pool.submit(Peers.connect, store, number, 4, LONG) for number in (0, 1)]
         meeting = port_and_token(store)
         with socket.create_connection(("127.0.0.1", meeting["port"])) as dying:
             hello = {"token": meeting["token"], "process": 2, "processes": 4, "host": "there"}

@@ -10,13 +10,13 @@ import pytest
 import torch
 
 from trainer.errors import Closed
-from trainer.exchange.reduce import Alone, Exchange, ExchangeError, Group, Meeting, SharedDevice, _Room
+from trainer.exchange.reduce import Alone, Barrier, ExchangeError, GradientExchange, Group, SharedDevice, _DeviceGroup
 from trainer.exchange.rendezvous import Processes
 
 CPU = torch.device("cpu")
 
 
-def in_threads(exchanges: list[Exchange], work: Callable[[int, Exchange], None]) -> list[BaseException]:
+def in_threads(exchanges: list[GradientExchange], work: Callable[[int, GradientExchange], None]) -> list[BaseException]:
     errors: list[BaseException] = []
 
     def body(number: int) -> None:
@@ -38,31 +38,31 @@ def gradients(number: int) -> torch.Tensor:
     return torch.randn(1000, generator=torch.Generator().manual_seed(number))
 
 
-def gloo(count: int) -> list[Exchange]:
+def gloo(count: int) -> list[GradientExchange]:
     devices = [CPU] * count
-    return Group.of(Processes.meet(), devices).exchanges(devices)
+    return Group.of(Processes.rendezvous(), devices).exchanges(devices)
 
 
-def sharing_a_device(count: int) -> list[Exchange]:
-    room = _Room(count)
+def sharing_a_device(count: int) -> list[GradientExchange]:
+    room = _DeviceGroup(count)
     return [SharedDevice(room, place, Alone()) for place in range(count)]
 
 
 @pytest.mark.parametrize("make", [gloo, sharing_a_device])
 @pytest.mark.parametrize("count", [2, 3])
 def test_every_drafter_gets_the_same_sum_and_the_same_one_each_time(
-    make: Callable[[int], list[Exchange]], count: int
+    make: Callable[[int], list[GradientExchange]], count: int
 ) -> None:
     outcomes = []
     for _ in range(2):
         exchanges = make(count)
         buffers = [gradients(number) for number in range(count)]
 
-        def work(number: int, exchange: Exchange, buffers: list[torch.Tensor] = buffers) -> None:
+        def work(number: int, exchange: GradientExchange, buffers: list[torch.Tensor] = buffers) -> None:
             exchange.connect()
             for _ in range(3):
                 buffers[number].copy_(gradients(number))
-                exchange.add_up(buffers[number])
+                exchange.all_reduce(buffers[number])
             exchange.close()
 
         assert in_threads(exchanges, work) == []
@@ -73,17 +73,19 @@ def test_every_drafter_gets_the_same_sum_and_the_same_one_each_time(
 
 
 @pytest.mark.parametrize("make", [gloo, sharing_a_device])
-def test_a_drafter_that_never_comes_does_not_hold_the_others_for_ever(make: Callable[[int], list[Exchange]]) -> None:
+def test_a_drafter_that_never_comes_does_not_hold_the_others_for_ever(
+    make: Callable[[int], list[GradientExchange]],
+) -> None:
     exchanges = make(3)
     waiting = threading.Barrier(3)
 
-    def work(number: int, exchange: Exchange) -> None:
+    def work(number: int, exchange: GradientExchange) -> None:
         exchange.connect()
         waiting.wait()
         if number == 2:
             exchange.abort()
         else:
-            exchange.add_up(gradients(number))
+            exchange.all_reduce(gradients(number))
 
     errors = in_threads(exchanges, work)
     assert [type(error) for error in errors] == [Closed, Closed]
@@ -91,23 +93,23 @@ def test_a_drafter_that_never_comes_does_not_hold_the_others_for_ever(make: Call
 
 def test_all_go_on_from_a_meeting_or_none_does() -> None:
     for _ in range(100):
-        meeting = Meeting(2)
+        barrier = Barrier(2)
         errors: list[BaseException] = []
 
-        def first(meeting: Meeting = meeting, errors: list[BaseException] = errors) -> None:
+        def first(barrier: Barrier = barrier, errors: list[BaseException] = errors) -> None:
             try:
-                meeting.wait()
+                barrier.wait()
             except Closed as error:
                 errors.append(error)
 
         thread = threading.Thread(target=first)
         thread.start()
-        meeting.wait()
-        meeting.abort()  # the other has not woken up yet, as a rule
+        barrier.wait()
+        barrier.abort()  # the other has not woken up yet, as a rule
         thread.join()
         assert errors == []
         with pytest.raises(Closed):
-            meeting.wait()
+            barrier.wait()
 
 
 @pytest.mark.parametrize(("ends", "expected"), [(True, Closed), (False, ExchangeError)])
@@ -130,13 +132,13 @@ def test_one_drafter_alone_keeps_its_gradients() -> None:
     (exchange,) = gloo(1)
     assert isinstance(exchange, Alone)
     buffer = gradients(0)
-    exchange.add_up(buffer)
+    exchange.all_reduce(buffer)
     assert torch.equal(buffer, gradients(0))
 
 
 def test_drafters_on_one_gpu_are_one_rank() -> None:
     gpus = [torch.device("cuda", number) for number in (1, 1, 2, 1)]
-    group = Group.of(Processes.meet(), gpus)
+    group = Group.of(Processes.rendezvous(), gpus)
     assert (group.drafters, group.ranks) == (4, 2)
     assert [type(exchange).__name__ for exchange in group.exchanges(gpus)] == [
         "SharedDevice",

@@ -35,7 +35,7 @@ def test_processes_that_begin_apart_are_refused_in_one_sentence(name: str, mine:
         "from trainer.exchange.rendezvous import Processes\n"
         "from trainer.exchange.peers import SetupError\n"
         "try:\n"
-        "    Processes.meet().agree(json.loads(sys.argv[1]))\n"
+        "    Processes.rendezvous().agree(json.loads(sys.argv[1]))\n"
         "except SetupError as error:\n"
         "    sys.exit(str(error))\n"
     )
@@ -64,10 +64,10 @@ def join_and_add_up(rank: int, port: int, attempt: int) -> None:
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     os.environ |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": str(attempt)}
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    (exchange,) = Group.of(Processes.meet(), [CPU]).exchanges([CPU])
+    (exchange,) = Group.of(Processes.rendezvous(), [CPU]).exchanges([CPU])
     exchange.connect()
     buffer = torch.ones(3)
-    exchange.add_up(buffer)
+    exchange.all_reduce(buffer)
     assert buffer.tolist() == [2.0] * 3
     os._exit(0)
 
@@ -100,7 +100,7 @@ def test_a_meeting_point_that_nobody_serves_is_one_sentence(monkeypatch: pytest.
     for name, value in (("RANK", "1"), ("WORLD_SIZE", "2"), ("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", "9")):
         monkeypatch.setenv(name, value)
     with pytest.raises(SetupError, match=r"process 1 of 2 could not meet the others at 127\.0\.0\.1:9"):
-        Processes.meet()
+        Processes.rendezvous()
 
 
 def test_a_digest_tells_any_difference_and_nothing_else() -> None:

@@ -5,34 +5,34 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainer.pipeline.plan import Plan, total_steps
+from trainer.pipeline.plan import RowPlan, total_steps
 
 
 @given(
     processes=st.lists(st.integers(1, 4), min_size=1, max_size=3),
-    accumulate=st.integers(1, 3),
+    accumulation=st.integers(1, 3),
     start=st.integers(0, 4),
     more=st.integers(1, 4),
 )
 def test_every_row_goes_to_one_drafter_which_sees_its_rows_in_order(
-    processes: list[int], accumulate: int, start: int, more: int
+    processes: list[int], accumulation: int, start: int, more: int
 ) -> None:
     everyone = sum(processes)
     seen: dict[int, list[tuple[int, int]]] = {drafter: [] for drafter in range(everyone)}
     first = 0
     for drafters in processes:
-        plan = Plan(drafters, first, everyone, accumulate, start, start + more)
+        plan = RowPlan(drafters, first, everyone, accumulation, start, start + more)
         for number in plan.rows():
             drafter, k = plan.place(number)
             assert 0 <= drafter < drafters
             seen[first + drafter].append((k, number))
         first += drafters
-    rows = everyone * accumulate
+    rows = everyone * accumulation
     for drafter, places in seen.items():
-        assert [k for k, _ in places] == list(range(more * accumulate))
+        assert [k for k, _ in places] == list(range(more * accumulation))
         assert all(number % everyone == drafter for _, number in places)
         for step in range(more):
-            taken = {number for _, number in places[step * accumulate : (step + 1) * accumulate]}
+            taken = {number for _, number in places[step * accumulation : (step + 1) * accumulation]}
             assert taken <= set(range((start + step) * rows, (start + step + 1) * rows))
 
 

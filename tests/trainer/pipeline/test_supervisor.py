@@ -64,7 +64,7 @@ def test_two_runs_and_any_number_of_targets_give_the_same_losses_to_the_last_bit
 
 def test_drafters_that_exchange_gradients_learn_what_one_learns_from_all_their_rows() -> None:
     several, _ = tiny.train(tiny.run_config(drafters=3))
-    alone, _ = tiny.train(tiny.run_config(optimizer={"accumulate": 3}))
+    alone, _ = tiny.train(tiny.run_config(optimizer={"gradient_accumulation_steps": 3}))
     assert several.losses == pytest.approx(alone.losses, rel=1e-4)
     assert [report.tokens for report in several.steps] == [report.tokens for report in alone.steps]
 
@@ -96,7 +96,7 @@ def test_processes_give_the_losses_of_one_process_with_all_their_drafters(
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 @pytest.mark.parametrize("stop_at", [1, 4])
 def test_a_resumed_run_goes_on_bit_for_bit(optimizer: str, stop_at: int) -> None:
-    config = tiny.run_config(targets=2, drafters=2, optimizer={"name": optimizer, "accumulate": 2})
+    config = tiny.run_config(targets=2, drafters=2, optimizer={"name": optimizer, "gradient_accumulation_steps": 2})
     whole, _ = tiny.train(config)
     first = tiny.Recorder()
     tiny.train(config, first, should_stop=lambda: len(first.steps) >= stop_at)
@@ -217,7 +217,10 @@ def test_the_window_of_a_report_names_every_worker_and_queue(monkeypatch: pytest
         ({"pipeline": {"targets": ["gpu0"]}}, "'gpu0' is no device: write cpu or cuda:0"),
         ({"pipeline": {"targets": ["cuda:5"]}}, "there is no cuda:5: this machine has"),
         ({"pipeline": {"targets": ["meta"]}}, "neither a CPU nor a CUDA GPU"),
-        ({"data": {"epochs": 1}, "optimizer": {"accumulate": 10_000}}, "do not fill one optimizer step"),
+        (
+            {"data": {"epochs": 1}, "optimizer": {"gradient_accumulation_steps": 10_000}},
+            "do not fill one optimizer step",
+        ),
     ],
 )
 def test_what_cannot_run_is_refused_in_a_sentence_before_anything_starts(

@@ -88,7 +88,7 @@ def test_a_run_starts_from_a_warmed_cache_with_hits_alone(tmp_path: Path) -> Non
 @two_gpus
 def test_features_cross_from_one_gpu_to_the_other_and_two_ranks_live_in_one_process() -> None:
     torch.compiler.reset()
-    alone, _ = tiny.train(on_gpus(["cuda:0"], ["cuda:0"], optimizer={"accumulate": 2}))
+    alone, _ = tiny.train(on_gpus(["cuda:0"], ["cuda:0"], optimizer={"gradient_accumulation_steps": 2}))
     torch.compiler.reset()
     two, _ = tiny.train(on_gpus(["cuda:0"], ["cuda:0", "cuda:1"]))
     assert two.losses == pytest.approx(alone.losses, rel=1e-2)

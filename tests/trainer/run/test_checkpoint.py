@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from trainer.config.sections import CheckpointConfig
-from trainer.run.checkpoint import Checkpoint, CheckpointError, newest_valid, read, resolve, save
+from trainer.run.checkpoint import CheckpointError, WholeCheckpoint, newest_valid, read, resolve, save
 
 
 def tensors(step: int, size: int = 64) -> dict[str, Tensor]:
@@ -41,7 +41,7 @@ def write(
     )
 
 
-def assert_holds(checkpoint: Checkpoint | None, step: int, size: int = 64) -> None:
+def assert_holds(checkpoint: WholeCheckpoint | None, step: int, size: int = 64) -> None:
     assert checkpoint is not None
     assert checkpoint.step == step
     for found, expected in ((checkpoint.model(), tensors(step, size)), (checkpoint.optimizer(), tensors(-step, size))):

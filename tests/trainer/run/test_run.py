@@ -149,7 +149,7 @@ def test_another_run_is_continued_from_and_left_alone(tmp_path: Path, config: Pa
 
 
 def test_what_changed_since_the_checkpoint_is_said(tmp_path: Path, config: Path, undisturbed: Run) -> None:
-    changes = ["optimizer.max_steps=41", "optimizer.accumulate=2", "optimizer.lr=1e-4", "data.seed=1"]
+    changes = ["optimizer.max_steps=41", "optimizer.gradient_accumulation_steps=2", "optimizer.lr=1e-4", "data.seed=1"]
     run = launch(config, tmp_path / "run", "--resume-from", str(undisturbed.folder), "--set", *changes)
     assert run.wait() == 0, run.log
     assert "a step now takes 2 rows instead of 1" in run.log
@@ -302,7 +302,7 @@ def a_collective_without_end() -> None:
     """In a run's process: process 1 is killed in the sixth sum, and like NCCL's that of process 0 waits for it."""
     from trainer.exchange.reduce import Collective
 
-    sums, original = itertools.count(), Collective.add_up
+    sums, original = itertools.count(), Collective.all_reduce
 
     def without_end(self: Collective, buffer: torch.Tensor) -> None:
         if next(sums) == 6:  # the first one connects
@@ -311,7 +311,7 @@ def a_collective_without_end() -> None:
             threading.Event().wait()
         original(self, buffer)
 
-    Collective.add_up = without_end  # type: ignore[method-assign]
+    Collective.all_reduce = without_end  # type: ignore[method-assign]
 
 
 @pytest.fixture
