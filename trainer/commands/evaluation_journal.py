@@ -45,6 +45,8 @@ class Journal:
         self._file: BinaryIO | None = None
         if self._path is None:
             return
+        if output is not None and output.is_dir():
+            raise JournalError(f"{output} is a folder: name a file in it")
         try:
             self._file = self._path.open("a+b")
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)

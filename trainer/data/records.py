@@ -89,7 +89,7 @@ def _parse_chat(where: str, messages: Any, tools: Any) -> Chat:
 def _parse_tools(where: str, tools: Any) -> list[Any]:
     """Descriptions of functions: a list, or JSON text of a list or of each, as some data sets hold them."""
     tools = _from_json(where, "tools", tools)
-    if tools is None or tools == "":
+    if not tools:
         return []
     if not isinstance(tools, list):
         raise DataError(f"{where}: tools must be a list")
@@ -118,7 +118,7 @@ def _plain(where: str, content: Any) -> str:
         return content
     if not isinstance(content, list) or not all(isinstance(part, dict) for part in content):
         raise DataError(f"{where}: the content of a message must be text")
-    kinds = [part.get("type") for part in content]
+    kinds = [part.get("type") or ("text" if "text" in part else "a part without a type") for part in content]
     if others := sorted({str(kind) for kind in kinds if kind != "text"}):
         raise UnsupportedRecordError(f"{where}: the content of a message must be text; it holds {', '.join(others)}")
     return "".join(str(part.get("text") or "") for part in content)

@@ -262,6 +262,8 @@ def test_an_output_that_cannot_be_written_is_said_before_the_work(
     words = [str(served[1]), "--target", str(served[0]), "--prompts", str(served[2]), "--device", "cpu"]
     with pytest.raises(JournalError, match=r"missing/x.json cannot be written: No such file or directory"):
         main(read(["evaluate", *words, "--output", str(tmp_path / "missing" / "x.json")]))
+    with pytest.raises(JournalError, match="is a folder: name a file in it"):
+        main(read(["evaluate", *words, "--output", str(tmp_path)]))
 
 
 def test_a_prompt_that_the_template_refuses_is_counted_and_does_not_end_the_evaluation(

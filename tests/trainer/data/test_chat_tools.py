@@ -116,6 +116,8 @@ def test_tools_are_read_from_json_text_too() -> None:
         record = parse("here", {"messages": [message("user", "x")], "tools": form})
         assert isinstance(record, Chat)
         assert record.tools == tools
+    for nothing in (None, "", "null", "[]", [], {}):
+        assert parse("here", {"messages": [message("user", "x")], "tools": nothing}) == Chat([message("user", "x")])
 
 
 def test_keys_that_parquet_filled_with_null_are_taken_out_at_every_depth() -> None:
