@@ -71,6 +71,23 @@ def test_a_special_token_that_opens_the_users_turn_does_not_end_the_answer() -> 
     assert written(OPENING_TAGS, *TWO_TURNS) == ["Good day.", "See you!"]
 
 
+def test_a_special_token_that_opens_every_turn_does_not_end_the_answer() -> None:
+    """It stands behind questions and answers alike, but also where the generation prompt begins."""
+    assert written(chatting.TRIMMING.replace("<|eot|>", ""), *TWO_TURNS) == ["Good day.", "See you!"]
+
+
+def test_a_token_between_turns_ends_the_answer_if_it_ends_the_question_too() -> None:
+    template = chatting.CHATML.replace("<|im_end|>", "{% if not loop.last %}<|end|>{% endif %}")
+    assert written(template, *TWO_TURNS) == ["Good day.<|end|>", "See you!"]
+    role_tags = OPENING_TAGS.replace("<|header|>", "<|header|><|message|>")
+    assert written(role_tags, *TWO_TURNS) == ["Good day.", "See you!"], "two tokens, neither of which ends a question"
+
+
+def test_a_template_that_opens_an_answer_unasked_does_not_end_one_by_it() -> None:
+    template = OPENING_TAGS.replace("{% if add_generation_prompt %}<|header_end|>{% endif %}", "<|header_end|>")
+    assert written(template, *TWO_TURNS) == ["Good day.", "See you!"]
+
+
 def test_the_ends_of_the_generation_config_are_learned_though_they_open_a_turn() -> None:
     (number,) = TOKENIZER.encode("<|header|>", add_special_tokens=False)
     assert written(OPENING_TAGS, *TWO_TURNS, ends=(number,)) == ["Good day.<|header|>", "See you!"]
