@@ -32,6 +32,7 @@ import ours
 import peers
 
 from trainer.bench.timing import seconds, synchronise
+from trainer.devices import find_device
 
 CONTESTANTS = {
     "dflash graph": lambda shape, device, dtype, source: ours.drafter_step(shape, device, dtype, mode="graph"),
@@ -64,7 +65,7 @@ def main() -> None:
     parser.add_argument("--warmup", type=int, default=4)
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
-    device = torch.device(args.device)
+    device = find_device(args.device)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     shape = peers.SHAPES[args.shape]
     if device.type == "cuda":
