@@ -26,10 +26,10 @@ from transformers import StoppingCriteria, StoppingCriteriaList
 
 from trainer.config.load import load
 from trainer.config.sections import RunConfig
-from trainer.data.chat import RefusedChatError, read_template
 from trainer.data.documents import DataError
 from trainer.data.progress import progress
 from trainer.data.prompts import Prompt, prompt_tokens, read_prompts
+from trainer.data.templates import RefusedChatError, read_template
 from trainer.devices import find_device
 from trainer.inputs import require_prompts, require_target
 from trainer.pretrained import load_model, load_tokenizer, stop_tokens

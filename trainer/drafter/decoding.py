@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import math
 import time
 from collections.abc import Sequence, Set
 from dataclasses import dataclass
@@ -38,7 +39,7 @@ class Sampling:
     """0: no limit."""
 
     def __post_init__(self) -> None:
-        if self.temperature < 0 or not 0 < self.top_p <= 1 or self.top_k < 0:
+        if not 0 <= self.temperature < math.inf or not 0 < self.top_p <= 1 or self.top_k < 0:
             raise DecodingError("temperature and top-k must not be negative, and top-p must lie above 0 and up to 1")
 
     def probabilities(self, logits: Tensor) -> Tensor:
