@@ -1,6 +1,7 @@
 """Tests, measures and trains on this machine's GPUs, and writes the record of the commit (`make gpu`).
 
-    python -m benchmarks.gpu [--parts tests bench peers run] [--only TEXT] [--small-target DIR] [--peers DIR] [--commit HASH]
+    python -m benchmarks.gpu [--parts tests bench peers run] [--only TEXT]
+                             [--small-target DIR] [--peers DIR] [--commit HASH]
 
 tests  the tests marked `gpu`
 bench  `trainer bench` at the shapes of SmolLM2 and Qwen3-8B
@@ -8,7 +9,7 @@ peers  one drafter step beside the public trainers; needs --peers, see benchmark
 run    the small target writes answers, a drafter trains on them for 300 steps, its export is evaluated; needs
        --small-target, a folder that `trainer small-target` made
 
-The record is benchmarks/results/<date>-<commit>.json; a second call of the same day and commit adds its parts. Ends
+The record is benchmarks/results/<date>-<commit>.json; a second call on the same code adds its parts. Ends
 with 1 where a test failed, a part failed, or a worker ran slower than was asked without a field that allows it. Needs
 no network. On one H200 the first three parts take about seven minutes, the last two.
 """
@@ -141,11 +142,8 @@ def _begin(commit: str | None) -> Record:
         trainer=trainer_hash(),
         machine=_machine(),
     )
-    if record.path().exists():
-        earlier = Record.read(record.path())
-        if earlier.trainer == record.trainer:
-            return earlier
-    return record
+    earlier = newest(of=record.commit)
+    return earlier if earlier is not None and earlier.trainer == record.trainer else record
 
 
 def _machine() -> dict[str, Any]:

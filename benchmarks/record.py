@@ -85,11 +85,11 @@ class Record:
         return lines
 
 
-def newest(other_than: str = "") -> Record | None:
-    """The newest record of another commit than `other_than`; by the date in its name, then by its time of writing."""
+def newest(*, of: str = "", other_than: str = "") -> Record | None:
+    """The newest record, of this commit or of another one than that; by when it was begun."""
     records = [Record.read(path) for path in RESULTS.glob("20*.json")]
-    others = [record for record in records if record.commit != other_than]
-    return max(others, key=lambda record: (record.date, record.machine.get("written", "")), default=None)
+    asked = [record for record in records if (not of or record.commit == of) and record.commit != other_than]
+    return max(asked, key=lambda record: (record.date, record.machine.get("written", "")), default=None)
 
 
 def trainer_hash() -> str:
