@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from pydantic import BaseModel
 
     from dflash_ops.session import Session
-    from dflash_ops.transport.ssh import UnknownKey
+    from dflash_ops.transport.known_hosts import UnknownKey
 
 
 class Verbs(TyperGroup):

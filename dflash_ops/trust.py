@@ -11,7 +11,8 @@ from dflash_ops.document import Document
 from dflash_ops.errors import UsageError
 from dflash_ops.inventory import Inventory
 from dflash_ops.transport.base import NotPermitted
-from dflash_ops.transport.ssh import SshHost, UnknownKey
+from dflash_ops.transport.known_hosts import UnknownKey
+from dflash_ops.transport.ssh import SshHost
 
 
 class TrustedKey(BaseModel):
