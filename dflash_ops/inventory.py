@@ -82,6 +82,7 @@ class HostEntry(Entry):
     jump: list[str] = Field(default_factory=list, description="Hosts of this inventory, or user@address:port, in order")
     sudo: bool = Field(False, description="Go through `sudo -n`: the user is not root")
     connect_timeout: float = Field(10.0, gt=0, description="Seconds to open the connection")
+    via: Literal["paramiko", "openssh"] = Field("paramiko", description="openssh: run the `ssh` client")
     cure: str | None = Field(None, description="Said in place of general advice when the host is down")
 
 

@@ -12,7 +12,6 @@ import contextlib
 import errno
 import logging
 import os
-import random
 import select
 import shlex
 import socket
@@ -27,13 +26,11 @@ from fabric import Config, Connection
 from dflash_ops.inventory import Inventory
 from dflash_ops.transport import known_hosts, ssh_errors
 from dflash_ops.transport.base import (
-    ConnectionLost,
     Deadline,
     Misconfigured,
     NotPermitted,
     TransportError,
     Unanswered,
-    Unreachable,
 )
 from dflash_ops.transport.known_hosts import UnknownKey
 from dflash_ops.transport.ssh_config import Hop, NoKeyFile, way
@@ -111,29 +108,16 @@ class SshHost:
         if self._connections and all(hop.is_connected for hop in self._connections):
             transport: paramiko.Transport = self._connections[-1].transport
             return transport
-        begin = time.monotonic()
-        pause = 0.1
-        while True:
-            _close(self._connections)
-            try:
-                return self._connect()
-            except ssh_errors.Busy as error:
-                wait = random.uniform(pause, 2 * pause)  # those who were refused together do not come back together
-                if time.monotonic() + wait - begin > error.patience:
-                    raise
-            time.sleep(wait)
-            pause = min(1.0, 2 * pause)
+        return ssh_errors.patiently(self._connect)
 
     def _connect(self) -> paramiko.Transport:
+        _close(self._connections)
         gateway: Connection | None = None
-        entry = self._entry
         try:
             for hop in way(self.name, self._inventory):
-                entry = hop.entry
-                connection = self._open(hop, gateway)
-                gateway = connection
-        except (Unreachable, NoKeyFile) as error:
-            error.hint = entry.cure or error.hint
+                gateway = self._open(hop, gateway)
+        except NoKeyFile as error:
+            error.hint = self._entry.cure or error.hint
             raise
         assert gateway is not None
         transport: paramiko.Transport = gateway.transport
@@ -184,7 +168,7 @@ class SshHost:
         except TransportError:
             raise
         except (paramiko.SSHException, OSError, EOFError, ValueError) as error:
-            raise _explain(error, hop, said) from error
+            raise ssh_errors.cured(_explain(error, hop, said), hop) from error
         finally:
             if timer is not None:
                 timer.cancel()
@@ -316,14 +300,14 @@ class SshExchange:
             self.status = channel.exit_status
         elif not self._transport.is_active():
             cause = self._transport.get_exception()
-            raise ConnectionLost(f"the connection to {self._label} broke", "try again", detail=repr(cause))
+            raise ssh_errors.lost(self._label, repr(cause))
 
     def _read(self, receive: Callable[[int], bytes]) -> bytes:
         """What has come. paramiko widens the window as it reads, which fails when the connection has just broken."""
         try:
             return receive(1 << 16)
         except (EOFError, OSError, paramiko.SSHException) as error:
-            raise ConnectionLost(f"the connection to {self._label} broke", "try again", detail=repr(error)) from error
+            raise ssh_errors.lost(self._label, repr(error)) from error
 
     def _send(self) -> bool:
         """Send some of stdin; false when nothing could be sent."""
@@ -405,7 +389,7 @@ def _bounded(transport: paramiko.Transport, label: str, deadline: Deadline) -> I
     except (paramiko.SSHException, EOFError, OSError) as error:
         if not deadline.remaining():
             raise Unanswered(f"no answer from {label} within {deadline.seconds:g} s", "try again") from error
-        raise ConnectionLost(f"the connection to {label} broke", "try again", detail=repr(error)) from error
+        raise ssh_errors.lost(label, repr(error)) from error
     finally:
         timer.cancel()
 

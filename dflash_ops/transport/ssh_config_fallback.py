@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import glob
 import re
 from pathlib import Path
 from typing import Any
@@ -38,7 +37,8 @@ CRITERIA = frozenset(("all", "canonical", "final", "exec", "host", "originalhost
 class _Raw(paramiko.SSHConfig):
     """Leaves the tokens of all other keywords to us: paramiko knows neither `%%` nor `%n`."""
 
-    TOKENS_BY_CONFIG_KEY = {key: paramiko.SSHConfig.TOKENS_BY_CONFIG_KEY[key] for key in ("hostname", "match-exec")}
+    def _allowed_tokens(self, key: str) -> list[str]:
+        return self.TOKENS_BY_CONFIG_KEY[key] if key in ("hostname", "match-exec") else []
 
 
 def look_up(asked: str, config: Path | None) -> dict[str, list[str]]:
@@ -93,7 +93,7 @@ def _strange_lines(text: str, path: Path) -> list[str]:
     return strange
 
 
-def _included(word: str, path: Path) -> list[str]:
+def _included(word: str, path: Path) -> bool:
     pattern = Path(word.strip('"')).expanduser()
     base = Path("/etc/ssh") if path == Path("/etc/ssh/ssh_config") else Path("~/.ssh").expanduser()
-    return glob.glob(str(base / pattern))
+    return any(Path("/").glob(str(base / pattern).lstrip("/")))

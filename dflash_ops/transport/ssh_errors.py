@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import random
 import shlex
-from collections.abc import Iterable
+import time
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import TypeVar
 
-from dflash_ops.transport.base import NotPermitted, Unanswered, Unreachable
+from dflash_ops.transport.base import ConnectionLost, NotPermitted, TransportError, Unanswered, Unreachable
 from dflash_ops.transport.ssh_config import Hop
 
+T = TypeVar("T")
 VIA_OPENSSH = "if `ssh` itself logs in, set `via: openssh` for the host"
 
 
@@ -18,12 +22,42 @@ class Busy(Unreachable):
     patience: float = 0.0
 
 
-def unknown_key(hop: Hop, kind: str, fingerprint: str) -> NotPermitted:
+class UnknownHostKey(NotPermitted):
+    """No known_hosts file holds the key of `hop`."""
+
+    hop: Hop
+
+
+def cured(error: TransportError, hop: Hop) -> TransportError:
+    """With the cure that the inventory knows for a host that is down."""
+    if isinstance(error, Unreachable):
+        error.hint = hop.entry.cure or error.hint
+    return error
+
+
+def patiently(attempt: Callable[[], T]) -> T:
+    """The attempt's result; it is repeated while the server is busy, as long as that is worth it."""
+    begin = time.monotonic()
+    pause = 0.1
+    while True:
+        try:
+            return attempt()
+        except Busy as error:
+            wait = random.uniform(pause, 2 * pause)  # those who were refused together do not come back together
+            if time.monotonic() + wait - begin > error.patience:
+                raise
+        time.sleep(wait)
+        pause = min(1.0, 2 * pause)
+
+
+def unknown_key(hop: Hop, kind: str, fingerprint: str) -> UnknownHostKey:
     """No known_hosts file holds the key."""
-    return NotPermitted(
+    error = UnknownHostKey(
         f"the host key of {hop.known_as} is not known ({kind} {fingerprint})",
         f"compare it with the host's own and run `dflash trust {hop.name}`",
     )
+    error.hop = hop
+    return error
 
 
 def changed_key(hop: Hop, kind: str, fingerprint: str, path: Path | None) -> NotPermitted:
@@ -147,4 +181,16 @@ def unanswered(label: str, seconds: float, detail: str = "") -> Unanswered:
         f"no answer from {label} within {seconds:g} s",
         "the node or the container may be frozen (a backup?) or very busy: try again",
         detail=detail,
+    )
+
+
+def lost(label: str, detail: str) -> ConnectionLost:
+    """It stood, and stands no more."""
+    return ConnectionLost(f"the connection to {label} broke", "try again", detail=detail)
+
+
+def unusable_key(hop: Hop, said: str) -> NotPermitted:
+    """A key file that was named holds no key, or one of a kind that is not known."""
+    return NotPermitted(
+        f"the key file for {hop.where} cannot be used: {said}", f"correct `identity` of the host; {VIA_OPENSSH}"
     )

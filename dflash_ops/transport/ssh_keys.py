@@ -15,7 +15,6 @@ from paramiko.agent import AgentKey, AgentSSH
 from paramiko.pkey import PublicBlob
 
 from dflash_ops.transport import ssh_errors
-from dflash_ops.transport.base import NotPermitted
 from dflash_ops.transport.ssh_config import Hop
 
 _MAGIC = b"openssh-key-v1\0"
@@ -39,7 +38,7 @@ class Agent(AgentSSH):
 
 
 class Keys:
-    """An auth_strategy for paramiko's connect: tries one key after the other; raises NotPermitted saying why none was taken."""
+    """An auth_strategy for paramiko's connect: tries one key after the other."""
 
     def __init__(self, hop: Hop) -> None:
         self._hop = hop
@@ -69,10 +68,7 @@ class Keys:
         finally:
             self._agent.close()
         if self._unusable:
-            raise NotPermitted(
-                f"the key file for {self._hop.where} cannot be used: {self._unusable[0]}",
-                f"correct `identity` of the host; {ssh_errors.VIA_OPENSSH}",
-            )
+            raise ssh_errors.unusable_key(self._hop, self._unusable[0])
         if self._encrypted:
             raise ssh_errors.encrypted_key(self._hop)
         raise ssh_errors.refused_keys(self._hop, self._offered)

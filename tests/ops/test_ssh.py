@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import getpass
 import os
 import shutil
@@ -30,8 +31,8 @@ from dflash_ops.transport.base import (
     Unreachable,
 )
 from dflash_ops.transport.framed import FramedTransport
+from dflash_ops.transport.hosts import RemoteHost, ssh_host
 from dflash_ops.transport.program import BOOTSTRAP
-from dflash_ops.transport.ssh import SshHost
 from dflash_ops.trust import trust
 
 SSHD = shutil.which("sshd", path="/usr/sbin:/usr/local/sbin:/usr/bin")
@@ -45,6 +46,7 @@ class Server:
     folder: Path
     port: int
     process: subprocess.Popen[bytes]
+    via: str = "paramiko"
 
     @property
     def known_line(self) -> str:
@@ -60,6 +62,7 @@ class Server:
             "known_hosts": str(self.folder / "known_hosts"),
             "ssh_config": str(self.folder / "ssh_config"),
             "connect_timeout": 5,
+            "via": self.via,
             **changes,
         }
 
@@ -74,8 +77,14 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
+@pytest.fixture(params=["paramiko", "openssh"])
+def server(sshd: Server, request: pytest.FixtureRequest) -> Server:
+    """The same server, reached by each transport."""
+    return dataclasses.replace(sshd, via=request.param)
+
+
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+def sshd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     folder = tmp_path_factory.mktemp("sshd")
     for name in ("host", "user", "stranger"):
         make_key(folder / name)
@@ -117,11 +126,11 @@ def make_inventory(folder: Path, **hosts: dict[str, Any]) -> Inventory:
     return Inventory.model_validate({"path": folder / "inventory.yaml", "hosts": hosts, "targets": {}})
 
 
-def open_host(folder: Path, **hosts: dict[str, Any]) -> SshHost:
-    return SshHost("main", make_inventory(folder, **hosts))
+def open_host(folder: Path, **hosts: dict[str, Any]) -> RemoteHost:
+    return ssh_host("main", make_inventory(folder, **hosts))
 
 
-def ask(host: SshHost, folder: Path) -> dict[str, Any]:
+def ask(host: RemoteHost, folder: Path) -> dict[str, Any]:
     way = FramedTransport(host, BOOTSTRAP, lambda text, status: None)
     try:
         return way.run(Program("environments"), {"root": str(folder), "do": "list"}, deadline=30).value
@@ -145,14 +154,13 @@ def test_a_program_runs_and_one_connection_serves_several(server: Server, tmp_pa
             "environments": [],
             "interpreters": {},
         }
-    transport = host.connect()
+    connected = host.connect()
     assert way.run(Program("environments"), {"root": str(tmp_path), "do": "list"}).value == {
         "environments": [],
         "interpreters": {},
     }
-    assert host.connect() is transport
+    assert host.connect() is connected
     way.close()
-    assert not transport.is_active()
 
 
 def test_an_unknown_host_key_is_refused_and_nothing_is_written(server: Server, tmp_path: Path) -> None:
@@ -214,7 +222,7 @@ def test_trust_writes_what_was_accepted_and_ssh_reads_it(server: Server, tmp_pat
     assert report.logged_in
     assert known.read_text() == f"# a comment without an end\n{server.known_line}"
     assert trust(inventory, "main", lambda key: False).accepted == []
-    assert ask(SshHost("main", inventory), tmp_path) == {"environments": [], "interpreters": {}}
+    assert ask(ssh_host("main", inventory), tmp_path) == {"environments": [], "interpreters": {}}
 
 
 def test_trust_never_takes_a_changed_key(server: Server, tmp_path: Path) -> None:
@@ -237,7 +245,8 @@ def test_an_encrypted_key_without_an_agent_is_named(
 ) -> None:
     monkeypatch.delenv("SSH_AUTH_SOCK", raising=False)
     key = tmp_path / "locked"
-    subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "secret", "-f", str(key)], check=True)
+    shutil.copy(server.folder / "user", key)
+    subprocess.run(["ssh-keygen", "-q", "-p", "-P", "", "-N", "secret", "-f", str(key)], check=True)
     error = refusal(tmp_path, **server.entry(identity=str(key)))
     assert error.code == 77
     assert "encrypted" in error.message
@@ -367,8 +376,8 @@ def test_a_jump_of_the_ssh_configuration_is_taken(server: Server, tmp_path: Path
     )
     entry = server.entry(address="nick", ssh_config=str(config), identity=None)
     host = open_host(tmp_path, main=entry)
-    host.connect()
-    assert len(host._connections) == 2
+    exchange = host.exchange("echo $SSH_CONNECTION", iter([]), Deadline(30), keep_stdin=False)
+    assert b"".join(exchange)
     host.close()
 
 
