@@ -485,7 +485,7 @@ def trust(
 ) -> None:
     """Show a host's key and write it to known_hosts when you say so. A changed key is never taken.
 
-    Only plain keys count: ssh's HostKeyAlias and @cert-authority lines are not honoured.
+    @cert-authority lines are honoured only for a host with `via: openssh`.
     """
     from dflash_ops import trust as verb
     from dflash_ops.inventory import load_inventory

@@ -108,13 +108,14 @@ class OpenSshHost:
         if self._theirs:
             return
         argv = self._client(len(self._hops) - 1, ["-M", "-S", str(self._folder / "s"), "-N"], "master")
-        self._master = subprocess.Popen(
-            ["/bin/sh", "-c", _HOLD, "sh", *argv],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            start_new_session=True,
-        )
+        with (self._folder / "stderr").open("wb") as stderr:
+            self._master = subprocess.Popen(
+                ["/bin/sh", "-c", _HOLD, "sh", *argv],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.DEVNULL,
+                stderr=stderr,
+                start_new_session=True,
+            )
         try:
             self._wait_for_master(self._master, self._folder / "s")
         except TransportError:
@@ -126,7 +127,7 @@ class OpenSshHost:
         stage, begin = -1, time.monotonic()
         while not socket.exists():
             if master.poll() is not None:
-                raise explain(self._hops, self._logs("master"))
+                raise explain(self._hops, self._logs("master"), self._proxy_said(socket.with_name("stderr")))
             logs = self._logs("master")
             reached = sum(mark(log) for log in logs for mark in (greeted, logged_in))
             if reached != stage:
@@ -136,6 +137,13 @@ class OpenSshHost:
             if time.monotonic() - begin > limit:
                 raise ssh_errors.cured(ssh_errors.silent(self._hops[at], logs[at]), self._hops[at])
             time.sleep(0.02)
+
+    def _proxy_said(self, stderr: Path) -> str:
+        """What a ProxyCommand wrote; it may close the connection before it says why."""
+        end = time.monotonic() + 0.5
+        while self._hops[0].proxy_command is not None and not stderr.stat().st_size and time.monotonic() < end:
+            time.sleep(0.02)
+        return stderr.read_text(encoding="utf-8", errors="replace")
 
     def _their_master_lives(self) -> bool:
         path = self._hops[-1].control_path

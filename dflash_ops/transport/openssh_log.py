@@ -9,6 +9,8 @@ from dflash_ops.transport import ssh_errors
 from dflash_ops.transport.base import NotPermitted, TransportError
 from dflash_ops.transport.ssh_config import Hop
 
+_CLOSED = re.compile(r"(kex_exchange_identification|banner exchange): .*([Cc]losed|reset|Broken pipe)")
+
 
 def greeted(log: str) -> bool:
     """Whether the server said that it speaks ssh."""
@@ -20,16 +22,17 @@ def logged_in(log: str) -> bool:
     return "Authenticated to " in log or "master session id" in log
 
 
-def explain(hops: list[Hop], logs: list[str]) -> TransportError:
+def explain(hops: list[Hop], logs: list[str], said: str = "") -> TransportError:
     """The error of the first hop that was not reached.
 
     Args:
         hops: the way to the host.
         logs: of the client for each hop.
+        said: what came on stderr, which is a ProxyCommand's.
     """
     for hop, log, following in zip(hops, logs, [*hops[1:], None], strict=True):
         if not logged_in(log):
-            return ssh_errors.cured(_login_error(hop, log), hop)
+            return ssh_errors.cured(_login_error(hop, log, said), hop)
         denied = re.search(r"channel \d+: open failed: (.*)", log)
         if denied and following is not None:
             return ssh_errors.cured(ssh_errors.jump_cannot_reach(following, denied[1].strip()), following)
@@ -56,7 +59,9 @@ def _is_multiplexed(log: str) -> bool:
     return "master session id" in log
 
 
-def _login_error(hop: Hop, log: str) -> TransportError:
+def _login_error(hop: Hop, log: str, said: str) -> TransportError:
+    if hop.proxy_command is not None and not greeted(log) and _CLOSED.search(log):
+        return ssh_errors.proxy_ended(hop, said)
     for kinds in (_host_key_error, _network_error, _key_error):
         error = kinds(hop, log)
         if error is not None:
@@ -82,9 +87,7 @@ def _host_key_error(hop: Hop, log: str) -> TransportError | None:
 def _network_error(hop: Hop, log: str) -> TransportError | None:
     if "Could not resolve hostname" in log:
         return ssh_errors.unresolved(hop)
-    if not greeted(log) and re.search(r"(kex_exchange_identification|banner exchange): .*([Cc]losed|reset)", log):
-        if hop.proxy_command is not None:
-            return ssh_errors.failed(hop, f"its ProxyCommand ended: {hop.proxy_command}")
+    if not greeted(log) and _CLOSED.search(log):
         return ssh_errors.closed_early(hop, " ".join(re.findall(r"banner line \d+: (.*)", log)).strip())
     if "Connection refused" in log:
         return ssh_errors.refused_connection(hop)

@@ -12,8 +12,6 @@ import contextlib
 import errno
 import logging
 import os
-import select
-import shlex
 import socket
 import threading
 import time
@@ -33,10 +31,11 @@ from dflash_ops.transport.base import (
     Unanswered,
 )
 from dflash_ops.transport.known_hosts import UnknownKey
+from dflash_ops.transport.proxy_command import ProxyCommand
 from dflash_ops.transport.ssh_config import Hop, NoKeyFile, way
+from dflash_ops.transport.ssh_exchange import SshExchange
 from dflash_ops.transport.ssh_keys import Keys
 
-STDERR_KEPT = 64 * 1024
 KEEPALIVE = 5  # seconds of silence after which a packet asks for an acknowledgement
 DEAD_AFTER = 20  # seconds without acknowledgement after which the kernel gives the connection up
 OTHER_CONNECTION_AFTER = 0.5  # seconds that a session which ends may keep the next one out
@@ -79,12 +78,16 @@ class _Said(logging.Handler):
     def __init__(self) -> None:
         super().__init__(logging.DEBUG)
         self.early: list[str] = []  # lines before the greeting
+        self.greeted = False
         self.disconnect = ""
+        self.proxy: ProxyCommand | None = None
 
     def emit(self, record: logging.LogRecord) -> None:
         text = record.getMessage()
         if text.startswith("Banner: "):
             self.early.append(text.removeprefix("Banner: ").strip())
+        elif text.startswith("Connected (version "):
+            self.greeted = True
         elif text.startswith("Disconnect (code "):
             self.disconnect = text.partition("): ")[2].strip()
 
@@ -99,6 +102,8 @@ class SshHost:
         self._inventory = inventory
         self._accept = accept
         self._connections: list[Connection] = []  # the way to the host, itself last
+        self._proxy: ProxyCommand | None = None  # of the first hop
+        self._full_proxies: list[ProxyCommand] = []
         self._full: list[Connection] = []  # connections whose server opens no more sessions; those open go on
 
     # ---- connecting ----------------------------------------------------------------------------------------
@@ -111,7 +116,7 @@ class SshHost:
         return ssh_errors.patiently(self._connect)
 
     def _connect(self) -> paramiko.Transport:
-        _close(self._connections)
+        self._close_current()
         gateway: Connection | None = None
         try:
             for hop in way(self.name, self._inventory):
@@ -157,9 +162,8 @@ class SshHost:
             else:
                 connection.connect_kwargs["timeout"] = limit
             if gateway is None and hop.proxy_command is not None:
-                shell = os.environ.get("SHELL") or "/bin/sh"
-                command = shlex.join([shell, "-c", f"exec {hop.proxy_command}"])
-                connection.connect_kwargs["sock"] = paramiko.ProxyCommand(command)
+                self._proxy = said.proxy = ProxyCommand(hop.proxy_command)
+                connection.connect_kwargs["sock"] = said.proxy.socket
             # Whatever paramiko waits for without a limit of its own ends when its socket closes.
             timer = threading.Timer(3 * limit, connection.client.close)
             timer.daemon = True
@@ -209,12 +213,23 @@ class SshHost:
                     raise ssh_errors.no_session(self.label, error.text) from error
                 if passed > OTHER_CONNECTION_AFTER and not self._full:
                     self._full, self._connections = self._connections, []
+                    self._full_proxies += [self._proxy] if self._proxy else []
+                    self._proxy = None
             time.sleep(0.05)
 
     def close(self) -> None:
         """Close the connection and those of its jump hosts."""
-        _close(self._connections)
+        self._close_current()
         _close(self._full)
+        for proxy in self._full_proxies:
+            proxy.close()
+        self._full_proxies.clear()
+
+    def _close_current(self) -> None:
+        _close(self._connections)
+        if self._proxy is not None:
+            self._proxy.close()
+            self._proxy = None
 
 
 def _close(connections: list[Connection]) -> None:
@@ -241,101 +256,6 @@ def _transport(sock: Any, kinds: list[str], said: _Said, options: dict[str, Any]
     logger.setLevel(logging.DEBUG)
     logger.addHandler(said)
     return transport
-
-
-class SshExchange:
-    """One channel: a single loop sends stdin and drains stdout and stderr."""
-
-    def __init__(
-        self,
-        label: str,
-        transport: paramiko.Transport,
-        channel: paramiko.Channel,
-        stdin: Iterator[bytes],
-        deadline: Deadline,
-        *,
-        keep_stdin: bool,
-    ) -> None:
-        self.stderr = b""
-        self.status: int | None = None
-        self._label = label
-        self._transport = transport
-        self._channel = channel
-        self._stdin = stdin
-        self._deadline = deadline
-        self._keep_stdin = keep_stdin
-        self._pending = b""
-        self._sending = True
-
-    def begin(self) -> None:
-        """Send the program at once, whenever the answer is read."""
-        while self._channel.send_ready() and self._send() and self._pending:
-            pass
-
-    def __iter__(self) -> Iterator[bytes]:
-        channel = self._channel
-        exited: float | None = None
-        while True:
-            moved = self._sending and channel.send_ready() and self._send()
-            if channel.recv_ready():
-                moved = True
-                yield self._read(channel.recv)
-            if channel.recv_stderr_ready():
-                moved = True
-                self.stderr = (self.stderr + self._read(channel.recv_stderr))[-STDERR_KEPT:]
-            if moved:
-                continue
-            if channel.exit_status_ready():
-                # A background child may hold stdout open long after: two seconds for the rest of the output.
-                exited = exited or time.monotonic()
-                if channel.closed or channel.eof_received or time.monotonic() - exited > 2:
-                    break
-            if not self._transport.is_active():
-                break
-            if not self._deadline.remaining():
-                detail = self.stderr.decode("utf-8", "backslashreplace")
-                raise ssh_errors.unanswered(self._label, self._deadline.seconds, detail)
-            self._wait()
-        if channel.exit_status != -1:
-            self.status = channel.exit_status
-        elif not self._transport.is_active():
-            cause = self._transport.get_exception()
-            raise ssh_errors.lost(self._label, repr(cause))
-
-    def _read(self, receive: Callable[[int], bytes]) -> bytes:
-        """What has come. paramiko widens the window as it reads, which fails when the connection has just broken."""
-        try:
-            return receive(1 << 16)
-        except (EOFError, OSError, paramiko.SSHException) as error:
-            raise ssh_errors.lost(self._label, repr(error)) from error
-
-    def _send(self) -> bool:
-        """Send some of stdin; false when nothing could be sent."""
-        self._pending = self._pending or next(self._stdin, b"")
-        try:
-            if self._pending:
-                self._pending = self._pending[self._channel.send(self._pending) :]
-                return True
-            if not self._keep_stdin:
-                self._channel.shutdown_write()
-        except (OSError, EOFError):
-            pass  # the command ended without reading it all: its answer says why
-        self._sending = False
-        return False
-
-    def _wait(self) -> None:
-        """Until something may have come, a second at most."""
-        if self._channel.eof_received or self._channel.closed:
-            time.sleep(0.01)  # the channel stays readable then: only the exit status is missing
-            return
-        # paramiko wakes nobody when the send window opens.
-        longest = 0.02 if self._sending else 1.0
-        select.select([self._channel], [], [], min(longest, self._deadline.remaining()))
-
-    def close(self) -> None:
-        """Close the channel: the command's stdin ends, its output goes nowhere."""
-        with contextlib.suppress(Exception):
-            self._channel.close()
 
 
 class _Prompt(socket.socket):
@@ -403,8 +323,9 @@ def _explain(error: Exception, hop: Hop, said: _Said) -> TransportError:
         return ssh_errors.too_many_keys(hop, said.disconnect)
     if said.disconnect:
         return ssh_errors.failed(hop, f"it said: {said.disconnect}")
-    if isinstance(error, paramiko.ProxyCommandFailure):
-        return ssh_errors.failed(hop, f"its ProxyCommand ended: {hop.proxy_command}")
+    timed_out = any(isinstance(each, TimeoutError) for each in (error, error.__context__))
+    if said.proxy is not None and not said.greeted and not timed_out:
+        return ssh_errors.proxy_ended(hop, said.proxy.said())
     if "banner" in text.lower() and (said.early or isinstance(error.__context__, EOFError | ConnectionError)):
         return ssh_errors.closed_early(hop, " ".join(said.early))
     if isinstance(error, TimeoutError) or "imed out" in text or "timeout" in text or "banner" in text.lower():

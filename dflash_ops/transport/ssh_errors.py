@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TypeVar
 
+from dflash_ops.text import visible
 from dflash_ops.transport.base import ConnectionLost, NotPermitted, TransportError, Unanswered, Unreachable
 from dflash_ops.transport.ssh_config import Hop
 
@@ -159,6 +160,16 @@ def jump_cannot_reach(hop: Hop, said: str) -> Unreachable:
     """The jump host is well."""
     return Unreachable(
         f"the jump host cannot reach {hop.where}: {said}", "check `jump` and `address`, and AllowTcpForwarding there"
+    )
+
+
+def proxy_ended(hop: Hop, said: str) -> Unreachable:
+    """The ProxyCommand, not the host."""
+    lines = said.strip().splitlines() or ["nothing"]
+    return Unreachable(
+        f"the ProxyCommand to {hop.where} ended, and said: {visible(lines[-1].strip(), 200)}",
+        f"does it work by hand? `{hop.proxy_command}`",
+        detail=said,
     )
 
 

@@ -6,6 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.ops.sshd import server, sshd, via
+
+__all__ = ["own_state_folder", "server", "sshd", "via"]
+
 
 @pytest.fixture(autouse=True)
 def own_state_folder(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
