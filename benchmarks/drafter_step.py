@@ -31,6 +31,9 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 import ours
 import peers
 
+from trainer.bench.timing import seconds, synchronise
+from trainer.devices import find_device
+
 CONTESTANTS = {
     "dflash graph": lambda shape, device, dtype, source: ours.drafter_step(shape, device, dtype, mode="graph"),
     "dflash compiled": lambda shape, device, dtype, source: ours.drafter_step(shape, device, dtype, mode="compiled"),
@@ -46,20 +49,9 @@ CONTESTANTS = {
 }
 
 
-def synchronize(device: torch.device) -> None:
-    """Wait for all work on the device."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
 def time_steps(step: peers.Step, device: torch.device, count: int) -> float:
     """Milliseconds per step over `count` steps issued back to back."""
-    synchronize(device)
-    start = time.perf_counter()
-    for _ in range(count):
-        step()
-    synchronize(device)
-    return (time.perf_counter() - start) * 1e3 / count
+    return seconds(lambda _: step(), count, lambda: synchronise(device), warm_up=0) * 1e3 / count
 
 
 def main() -> None:
@@ -73,7 +65,7 @@ def main() -> None:
     parser.add_argument("--warmup", type=int, default=4)
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
-    device = torch.device(args.device)
+    device = find_device(args.device)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     shape = peers.SHAPES[args.shape]
     if device.type == "cuda":
@@ -95,7 +87,7 @@ def main() -> None:
             losses = []
             for _ in range(args.warmup):
                 loss = step()
-                synchronize(device)  # the step may run on a stream of its own
+                synchronise(device)  # the step may run on a stream of its own
                 losses.append(float(loss))
             first[name] = time.perf_counter() - start
             if device.type == "cuda":

@@ -1,34 +1,52 @@
-"""How does our drafter step? `trainer.step.DrafterStep` as a drafter worker runs it, on random weights and features."""
+"""Builds our drafter's step as a drafter worker runs it, on random weights and features."""
 
 from __future__ import annotations
 
 import torch
 from peers import CLIP_NORM, LEARNING_RATE, PROMPT_SHARE, Shape, Step
 
-from trainer.compilation import CompilePhase, Mode
-from trainer.config import ObjectiveConfig, OptimizerConfig
+from trainer.bench.shapes import Preset
+from trainer.bench.shapes import drafter_step as built_step
+from trainer.compilation.phase import CompilePhase
+from trainer.compilation.report import Mode
+from trainer.config import RunConfig
 from trainer.data.rows import Row
-from trainer.drafter.config import DrafterConfig
-from trainer.drafter.model import DFlashDrafter
-from trainer.optim import build_optimizer
-from trainer.step import DrafterStep, PreparedRow
+from trainer.step.step import PreparedRow
 
 
-def drafter_config(shape: Shape) -> DrafterConfig:
+def preset(shape: Shape) -> Preset:
     """A released-style drafter of this shape: full attention, taps on the first layers of a 36-layer target."""
-    return DrafterConfig(
-        hidden_size=shape.hidden,
-        intermediate_size=shape.intermediate,
-        num_hidden_layers=shape.layers,
-        num_attention_heads=shape.heads,
-        num_key_value_heads=shape.kv_heads,
+    return Preset(
+        hidden=shape.hidden,
+        intermediate=shape.intermediate,
+        layers=36,
+        heads=shape.heads,
+        kv_heads=shape.kv_heads,
         head_dim=shape.head_dim,
-        vocab_size=shape.vocab,
-        num_target_layers=36,
-        target_layer_ids=tuple(range(1, 1 + shape.features)),
-        block_size=shape.block,
-        mask_token_id=shape.vocab - 1,
-        layer_types=("full_attention",) * shape.layers,
+        vocabulary=shape.vocab,
+        tied=False,
+        taps=tuple(range(1, 1 + shape.features)),
+        drafter_layers=shape.layers,
+        block=shape.block,
+        length=shape.tokens,
+        anchors=shape.anchors,
+    )
+
+
+def run_config(shape: Shape, optimizer: str) -> RunConfig:
+    """A run whose learning rate stays what the peers' is."""
+    return RunConfig.model_validate(
+        {
+            "target": {"path": "random"},
+            "data": {"sources": ["random"], "sequence_length": shape.tokens, "anchors_per_row": shape.anchors},
+            "optimizer": {
+                "name": optimizer,
+                "lr": LEARNING_RATE,
+                "clip_norm": CLIP_NORM,
+                "schedule": "constant",
+                "max_steps": 10_000,
+            },
+        }
     )
 
 
@@ -64,24 +82,8 @@ def drafter_step(
     features into the worker's buffers first, as in a run.
     """
     stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-    with torch.device(device):
-        drafter = DFlashDrafter(drafter_config(shape), seed=None).to(device)
+    step = built_step(preset(shape), run_config(shape, optimizer), device)
     generator = torch.Generator(device).manual_seed(1)
-    for parameter in drafter.parameters():
-        if parameter.dim() == 2:
-            torch.nn.init.normal_(parameter, std=0.02, generator=generator)
-    table = torch.empty(shape.vocab, shape.hidden, device=device, dtype=dtype).normal_(std=0.02, generator=generator)
-    head = torch.empty_like(table).normal_(std=0.02, generator=generator)
-    settings = OptimizerConfig(name=optimizer, lr=LEARNING_RATE, clip_norm=CLIP_NORM, schedule="constant")  # type: ignore[arg-type]
-    step = DrafterStep(
-        drafter,
-        build_optimizer(drafter.named_parameters(), settings, 10_000),
-        ObjectiveConfig(),
-        embedding=table,
-        head=head,
-        sequence_length=shape.tokens,
-        anchors=shape.anchors,
-    )
     row = PreparedRow.of(random_row(shape, 0), shape.block, pin=device.type == "cuda")
     features = torch.randn(shape.tokens, shape.features * shape.hidden, device=device, dtype=dtype, generator=generator)
 

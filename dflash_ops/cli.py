@@ -3,11 +3,8 @@
 Annotations are evaluated here, not kept as text: Typer would compile those of every command each time.
 """
 
-import os
 import sys
 from collections.abc import Callable
-from gc import freeze, set_threshold
-from io import TextIOWrapper
 from math import isfinite
 from pathlib import Path
 from types import ModuleType
@@ -17,12 +14,13 @@ import typer
 from typer.core import TyperGroup
 
 from dflash_ops.errors import DflashError, Exit, UsageError
+from dflash_ops.streams import no_reader
 
 if TYPE_CHECKING:
     from pydantic import BaseModel
 
-    from dflash_ops.session import Session
     from dflash_ops.transport.known_hosts import UnknownKey
+    from dflash_ops.verbs.session import Session
 
 
 class Verbs(TyperGroup):
@@ -33,7 +31,7 @@ class Verbs(TyperGroup):
         try:
             return super().invoke(ctx)
         except BrokenPipeError:
-            _no_reader()
+            no_reader()
         except (KeyboardInterrupt, typer.Abort) as error:
             done = Common.so_far if Common.session is None else Common.session.so_far
             raise DflashError(Exit.INTERRUPTED, f"interrupted: {done}") from error
@@ -55,10 +53,6 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-
-
-# Typer has click's exceptions under another name in each of its versions.
-CLICK_USAGE: Any = typer.BadParameter.__base__
 
 
 class Common:
@@ -96,11 +90,11 @@ def _common(
     Common.so_far = "nothing was changed"
 
 
-def _known(what: Literal["targets", "jobs", "hosts", "environments"]) -> Callable[[str], list[str]]:
+def _known(what: Literal["containers", "jobs", "hosts", "environments"]) -> Callable[[str], list[str]]:
     """Completes names of the inventory. Completion never fails and never connects."""
 
     def complete(incomplete: str) -> list[str]:
-        from dflash_ops.inventory import load_inventory
+        from dflash_ops.inventory.load import load_inventory
 
         try:
             names = getattr(load_inventory(Common.inventory), what)
@@ -112,16 +106,16 @@ def _known(what: Literal["targets", "jobs", "hosts", "environments"]) -> Callabl
 
 
 def _known_runs(context: typer.Context, incomplete: str) -> list[str]:
-    """Completes runs of the target that this machine has seen."""
-    from dflash_ops.inventory import load_inventory
-    from dflash_ops.seen import names
+    """Completes runs of the container that this machine has seen."""
+    from dflash_ops.inventory.load import load_inventory
+    from dflash_ops.run.last_known import names
 
     try:
         inventory = load_inventory(Common.inventory)
-        target, _ = inventory.target(context.params.get("target"))
+        container, _ = inventory.container(context.params.get("container"))
     except DflashError:
         return []
-    return [name for name in names(inventory.path, target) if name.startswith(incomplete)]
+    return [name for name in names(inventory.path, container) if name.startswith(incomplete)]
 
 
 def _finite(value: float | None) -> float | None:
@@ -131,20 +125,22 @@ def _finite(value: float | None) -> float | None:
     return value
 
 
-TargetOption = Annotated[
+ContainerOption = Annotated[
     str | None,
-    typer.Option("--target", "-t", help="Default: the inventory's", metavar="NAME", autocompletion=_known("targets")),
+    typer.Option(
+        "--container", "-c", help="Default: the inventory's", metavar="NAME", autocompletion=_known("containers")
+    ),
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="One JSON document on stdout, nothing else there")]
 
 
-def session(target: str | None, *, json: bool = False) -> "Session":
+def session(container: str | None, *, json: bool = False) -> "Session":
     """The session of a verb, from the inventory that the options name."""
-    from dflash_ops.inventory import load_inventory
-    from dflash_ops.session import open_session
+    from dflash_ops.inventory.load import load_inventory
+    from dflash_ops.verbs.session import open_session
 
     Common.json = json
-    Common.session = open_session(load_inventory(Common.inventory), target)
+    Common.session = open_session(load_inventory(Common.inventory), container)
     return Common.session
 
 
@@ -158,7 +154,7 @@ def show(model: "BaseModel", *, json: bool, render: Callable[[Any], None]) -> No
 
 RunArgument = Annotated[
     str | None,
-    typer.Argument(help="Default: the newest run of the target", metavar="RUN", autocompletion=_known_runs),
+    typer.Argument(help="Default: the newest run of the container", metavar="RUN", autocompletion=_known_runs),
 ]
 
 
@@ -169,7 +165,7 @@ def launch(
         typer.Argument(help="Default: the inventory's default job", metavar="JOB", autocompletion=_known("jobs")),
     ] = None,
     run: Annotated[str | None, typer.Option("--run", help="Name of the run; default: job and time")] = None,
-    target: TargetOption = None,
+    container: ContainerOption = None,
     set_: Annotated[
         list[str] | None, typer.Option("--set", help="Of the trainer's configuration, as optimizer.lr=1e-4")
     ] = None,
@@ -191,26 +187,28 @@ def launch(
     json: JsonOption = False,
 ) -> None:
     """Start a run; return when it is true that it runs."""
-    with session(target, json=json) as opened:
-        from dflash_ops import launch as verb
+    with session(container, json=json) as opened:
+        from dflash_ops.plan.plan import LaunchOptions, plan
+        from dflash_ops.show.answers import show_launch, show_plan
+        from dflash_ops.verbs import launch as verb
 
-        options = verb.LaunchOptions(job, run, tuple(set_ or ()), wait, timeout, replace)
-        asked = verb.plan(opened.inventory, opened.target_name, opened.paths, options)
+        options = LaunchOptions(job, run, tuple(set_ or ()), wait, timeout, replace)
+        asked = plan(opened.inventory, opened.container_name, opened.paths, options)
         if dry_run:
             if json:
                 from json import dumps
 
-                print(dumps({"schema": 1, "spec": asked.spec, "argv": asked.argv}, indent=2))
+                print(dumps({"schema": 1, "kind": "launch", "spec": asked.spec, "argv": asked.argv}, indent=2))
             else:
-                verb.render_plan(asked)
+                show_plan(asked)
             return
-        show(verb.execute(opened, asked, replace), json=json, render=verb.render)
+        show(verb.execute(opened, asked, replace), json=json, render=show_launch)
 
 
 @app.command()
 def kill(
     run: RunArgument = None,
-    target: TargetOption = None,
+    container: ContainerOption = None,
     grace: Annotated[
         float, typer.Option("--grace", help="Seconds from SIGTERM to SIGKILL", min=0, callback=_finite)
     ] = 45,
@@ -219,22 +217,23 @@ def kill(
     json: JsonOption = False,
 ) -> None:
     """End a run: it may save first. Returns when it is gone."""
-    with session(target, json=json) as opened:
-        from dflash_ops import kill as verb
-        from dflash_ops.status import look
+    with session(container, json=json) as opened:
+        from dflash_ops.show.answers import show_kill
+        from dflash_ops.verbs import kill as verb
+        from dflash_ops.verbs.status import look
 
         if not yes:
             found = look(opened, run)
             run = found.run  # the newest is chosen once
             if not found.verdict.finished:
                 confirm(verb.question(found))
-        show(verb.kill(opened, verb.KillOptions(run, grace, force)), json=json, render=verb.render)
+        show(verb.kill(opened, verb.KillOptions(run, grace, force)), json=json, render=show_kill)
 
 
 @app.command()
 def status(
     run: RunArgument = None,
-    target: TargetOption = None,
+    container: ContainerOption = None,
     watch: Annotated[bool, typer.Option("--watch", "-w", help="Keep looking, over one connection")] = False,
     exit_code: Annotated[
         bool,
@@ -248,19 +247,19 @@ def status(
     """How a run is: its unit, log and GPUs, each asked for itself, and what follows from them."""
     if watch and json:
         raise UsageError("--watch draws a live view, --json prints one document", "use one of the two")
-    with session(target, json=json) as opened:
-        from dflash_ops import status as verb
+    with session(container, json=json) as opened:
+        from dflash_ops.verbs import status as verb
 
-        def render() -> ModuleType:  # Rich, too, is imported while the container answers
-            from dflash_ops import render
+        def shown() -> ModuleType:  # Rich, too, is imported while the container answers
+            from dflash_ops.show import status as shown_status
 
-            return render
+            return shown_status
 
         if watch:
-            answer = render().show_watch(verb.watch(opened, run))
+            answer = shown().show_watch(verb.watch(opened, run))
         else:
-            answer = verb.status(opened, run, None if json else render)
-            show(answer, json=json, render=lambda status: render().show_status(status))
+            answer = verb.status(opened, run, None if json else shown)
+            show(answer, json=json, render=lambda status: shown().show_status(status))
         if exit_code:
             raise typer.Exit(answer.exit_code)
 
@@ -268,7 +267,7 @@ def status(
 @app.command("tail-logs")
 def tail_logs(
     run: RunArgument = None,
-    target: TargetOption = None,
+    container: ContainerOption = None,
     lines: Annotated[
         int | None, typer.Option("--lines", "-n", min=0, help="Last lines (with --grep: last matches) to begin with")
     ] = None,
@@ -277,14 +276,14 @@ def tail_logs(
     grep: Annotated[str | None, typer.Option("--grep", help="Only lines that match this regular expression")] = None,
 ) -> None:
     """What a run says. Reconnects by itself; Ctrl-C stops looking, not the run."""
-    from dflash_ops import logs as verb
+    from dflash_ops.verbs import logs as verb
 
     begin = verb.parse_since(since) if since is not None else None
     pattern = verb.parse_grep(grep) if grep is not None else None
     if lines is None and begin is None and pattern is None:
         lines = 50
-    with session(target) as opened:
-        from dflash_ops import render
+    with session(container) as opened:
+        from dflash_ops.show.answers import verdict_line
 
         try:
             ended = verb.tail(opened, verb.TailOptions(run, lines, follow, begin, pattern), sys.stdout)
@@ -294,27 +293,27 @@ def tail_logs(
             opened.say(f"\ndetached: the run is not affected; `dflash tail-logs{f' {run}' if run else ''}` looks again")
             return
         if follow:
-            opened.say(f"-- {render.verdict_line(ended)}")
+            opened.say(f"-- {verdict_line(ended)}")
 
 
 @app.command()
 def runs(
-    target: TargetOption = None,
+    container: ContainerOption = None,
     count: Annotated[int, typer.Option("--count", "-n", min=1, max=1000, help="Newest runs to show")] = 20,
     json: JsonOption = False,
 ) -> None:
-    """The runs of a target, newest first, each with its verdict."""
-    with session(target, json=json) as opened:
-        from dflash_ops import render
-        from dflash_ops import runs as verb
+    """The runs of a container, newest first, each with its verdict."""
+    with session(container, json=json) as opened:
+        from dflash_ops.show.tables import show_runs
+        from dflash_ops.verbs import runs as verb
 
-        show(verb.runs(opened, count), json=json, render=render.show_runs)
+        show(verb.runs(opened, count), json=json, render=show_runs)
 
 
 @app.command()
 def wait(
     run: RunArgument = None,
-    target: TargetOption = None,
+    container: ContainerOption = None,
     goal: Annotated[
         Literal["started", "step", "finished"], typer.Option("--for", help="What is waited for")
     ] = "finished",
@@ -324,34 +323,34 @@ def wait(
     json: JsonOption = False,
 ) -> None:
     """Wait for a run; exits 0 when it came so far, else as it stands: 100 failed, 101 not finished, 103, 104."""
-    with session(target, json=json) as opened:
-        from dflash_ops import render
-        from dflash_ops import wait as verb
+    with session(container, json=json) as opened:
+        from dflash_ops.show.answers import show_wait
+        from dflash_ops.verbs import wait as verb
 
         answer = verb.wait(opened, verb.WaitOptions(run, goal, timeout))
-        show(answer, json=json, render=render.show_waited)
+        show(answer, json=json, render=show_wait)
         raise typer.Exit(answer.exit_code)
 
 
 @app.command()
 def checkpoint(
     run: RunArgument = None,
-    target: TargetOption = None,
+    container: ContainerOption = None,
     timeout: Annotated[float, typer.Option("--timeout", help="Seconds to wait for it", min=1, callback=_finite)] = 600,
     json: JsonOption = False,
 ) -> None:
     """Ask a running trainer to save now; return when the checkpoint is whole."""
-    with session(target, json=json) as opened:
-        from dflash_ops import checkpoint as verb
-        from dflash_ops import render
+    with session(container, json=json) as opened:
+        from dflash_ops.show.answers import show_checkpoint
+        from dflash_ops.verbs import checkpoint as verb
 
-        show(verb.checkpoint(opened, run, timeout), json=json, render=render.show_saved)
+        show(verb.checkpoint(opened, run, timeout), json=json, render=show_checkpoint)
 
 
 @app.command()
 def pull(
     run: Annotated[str, typer.Argument(help="The run", metavar="RUN", autocompletion=_known_runs)],
-    target: TargetOption = None,
+    container: ContainerOption = None,
     what: Annotated[
         Literal["checkpoints", "metrics", "log", "all"],
         typer.Option("--what", help="checkpoints, metrics, log or all", metavar="FILES"),
@@ -360,30 +359,31 @@ def pull(
     json: JsonOption = False,
 ) -> None:
     """Bring what a run made here: resumed where it broke off, verified by hash, in place only when whole."""
-    with session(target, json=json) as opened:
-        from dflash_ops import pull as verb
-        from dflash_ops import render
+    with session(container, json=json) as opened:
+        from dflash_ops.progress import progress_bar
+        from dflash_ops.show.answers import show_pull
+        from dflash_ops.verbs import pull as verb
 
-        with render.pull_progress() as progress:
+        with progress_bar() as progress:
             answer = verb.pull(opened, verb.PullOptions(run, what, to), progress)
-        show(answer, json=json, render=render.show_pulled)
+        show(answer, json=json, render=show_pull)
 
 
 @app.command()
 def doctor(
-    target: Annotated[str | None, typer.Argument(help="Default: the inventory's", metavar="TARGET")] = None,
+    container: Annotated[str | None, typer.Argument(help="Default: the inventory's", metavar="CONTAINER")] = None,
     environment: Annotated[
         str | None, typer.Option("--environment", "-e", help="Default: the default job's, or the only one")
     ] = None,
     json: JsonOption = False,
 ) -> None:
     """Look at everything between here and the GPUs; each line says what is, and the cure. Exits 78 if one fails."""
-    with session(target, json=json) as opened:
-        from dflash_ops import doctor as verb
-        from dflash_ops import render
+    with session(container, json=json) as opened:
+        from dflash_ops.show.tables import show_doctor
+        from dflash_ops.verbs import doctor as verb
 
         answer = verb.doctor(opened, environment)
-        show(answer, json=json, render=render.show_diagnosis)
+        show(answer, json=json, render=show_doctor)
         raise typer.Exit(answer.exit_code)
 
 
@@ -391,22 +391,22 @@ def doctor(
 def diff(
     run_a: Annotated[str, typer.Argument(help="A run", metavar="RUN_A", autocompletion=_known_runs)],
     run_b: Annotated[str, typer.Argument(help="Another", metavar="RUN_B", autocompletion=_known_runs)],
-    target: TargetOption = None,
+    container: ContainerOption = None,
     json: JsonOption = False,
 ) -> None:
     """What differs between two runs: packages, driver, GPUs, code, configuration, data, cache, environment."""
-    with session(target, json=json) as opened:
-        from dflash_ops import diff as verb
-        from dflash_ops import render
+    with session(container, json=json) as opened:
+        from dflash_ops.show.tables import show_diff
+        from dflash_ops.verbs import diff as verb
 
-        show(verb.diff(opened, run_a, run_b), json=json, render=render.show_comparison)
+        show(verb.diff(opened, run_a, run_b), json=json, render=show_diff)
 
 
 @app.command()
 def resume(
     run: Annotated[str, typer.Argument(help="The run that ended", metavar="RUN", autocompletion=_known_runs)],
     name: Annotated[str | None, typer.Option("--run", help="Name of the new run; default: job and time")] = None,
-    target: TargetOption = None,
+    container: ContainerOption = None,
     set_: Annotated[
         list[str] | None, typer.Option("--set", help="Change the configuration, as optimizer.lr=1e-4")
     ] = None,
@@ -422,12 +422,12 @@ def resume(
     json: JsonOption = False,
 ) -> None:
     """Go on from a run's newest checkpoint, in a new run with the same code, configuration and environment."""
-    with session(target, json=json) as opened:
-        from dflash_ops import launch as shown
-        from dflash_ops import resume as verb
+    with session(container, json=json) as opened:
+        from dflash_ops.show.answers import show_launch
+        from dflash_ops.verbs import resume as verb
 
         options = verb.ResumeOptions(run, name, tuple(set_ or ()), current_code, wait, timeout)
-        show(verb.resume(opened, options), json=json, render=shown.render)
+        show(verb.resume(opened, options), json=json, render=show_launch)
 
 
 environments = typer.Typer(help="Locked environments: list, build, who uses them.", no_args_is_help=True)
@@ -435,12 +435,13 @@ app.add_typer(environments, name="env")
 
 
 @environments.command("list")
-def env_list(target: TargetOption = None, json: JsonOption = False) -> None:
+def env_list(container: ContainerOption = None, json: JsonOption = False) -> None:
     """The environments of the inventory, and what is built in the container."""
-    with session(target, json=json) as opened:
-        from dflash_ops import environment as verb
+    with session(container, json=json) as opened:
+        from dflash_ops.show.answers import show_env_list
+        from dflash_ops.verbs import env as verb
 
-        show(verb.listing(opened), json=json, render=verb.render)
+        show(verb.listing(opened), json=json, render=show_env_list)
 
 
 @environments.command("build")
@@ -449,32 +450,34 @@ def env_build(
         str | None,
         typer.Argument(help="Default: the only one", metavar="NAME", autocompletion=_known("environments")),
     ] = None,
-    target: TargetOption = None,
+    container: ContainerOption = None,
     offline: Annotated[
         bool, typer.Option("--offline", help="Fetch the wheels here and send them: the container needs no network")
     ] = False,
     json: JsonOption = False,
 ) -> None:
     """Build a locked environment in the container, beside those that are there."""
-    with session(target, json=json) as opened:
-        from dflash_ops import environment as verb
+    with session(container, json=json) as opened:
+        from dflash_ops.show.answers import show_env_build
+        from dflash_ops.verbs import env as verb
 
         built = verb.build(opened, name, offline=offline)
-        show(built, json=json, render=lambda report: print(f"{report.environment}: {report.state}, {report.path}"))
+        show(built, json=json, render=show_env_build)
 
 
 @environments.command("uses")
 def env_uses(
     name: Annotated[str, typer.Argument(help="Name, or the beginning of its hash", metavar="NAME")],
-    target: TargetOption = None,
+    container: ContainerOption = None,
     json: JsonOption = False,
 ) -> None:
     """The runs that were launched with an environment."""
-    with session(target, json=json) as opened:
-        from dflash_ops import environment as verb
+    with session(container, json=json) as opened:
+        from dflash_ops.show.answers import show_env_uses
+        from dflash_ops.verbs import env as verb
 
         used = verb.uses(verb.listing(opened), name)
-        show(used, json=json, render=lambda report: print("\n".join(report.runs) or "no run"))
+        show(used, json=json, render=show_env_uses)
 
 
 @app.command()
@@ -487,8 +490,9 @@ def trust(
 
     @cert-authority lines are honoured only for a host with `via: openssh`.
     """
-    from dflash_ops import trust as verb
-    from dflash_ops.inventory import load_inventory
+    from dflash_ops.inventory.load import load_inventory
+    from dflash_ops.show.answers import show_trust
+    from dflash_ops.verbs import trust as verb
 
     Common.json = json
 
@@ -499,7 +503,7 @@ def trust(
         Common.so_far = f"the key of {key.host} is in {key.known_hosts}"
         return True
 
-    show(verb.trust(load_inventory(Common.inventory), host, ask), json=json, render=verb.render)
+    show(verb.trust(load_inventory(Common.inventory), host, ask), json=json, render=show_trust)
 
 
 @app.command("exec", context_settings={"ignore_unknown_options": True})
@@ -511,18 +515,18 @@ def exec_(
         ),
     ],
     argv: Annotated[list[str], typer.Argument(help="Command and arguments, after `--`", metavar="COMMAND")],
-    target: TargetOption = None,
+    container: ContainerOption = None,
 ) -> None:
     """Run a command in the container as the trainer of a run does; its exit code is the command's."""
-    with session(target) as opened:
-        from dflash_ops.exec import execute
+    with session(container) as opened:
+        from dflash_ops.verbs.exec import execute
 
         raise CommandEnded(execute(opened, run, argv, sys.stdout.buffer, sys.stderr.buffer))
 
 
 @app.command()
 def gc(
-    target: TargetOption = None,
+    container: ContainerOption = None,
     keep: Annotated[int, typer.Option("--keep", min=0, help="Newest ended runs that stay")] = 10,
     older_than: Annotated[
         float,
@@ -544,17 +548,18 @@ def gc(
 
     Lists, unless --remove. What a live run uses stays.
     """
-    with session(target, json=json) as opened:
-        from dflash_ops import gc as verb
+    with session(container, json=json) as opened:
+        from dflash_ops.show.answers import show_gc
+        from dflash_ops.verbs import gc as verb
 
         options = verb.GcOptions(keep, older_than, caches)
         found = verb.look(opened, options)
         if remove and found.items:
             if not yes:
-                verb.render(found)
-                confirm(f"Remove these from {opened.target_name}?")
+                show_gc(found)
+                confirm(f"Remove these from {opened.container_name}?")
             found = verb.remove(opened, options, found)
-        show(found, json=json, render=verb.render)
+        show(found, json=json, render=show_gc)
 
 
 def confirm(question: str) -> None:
@@ -564,102 +569,3 @@ def confirm(question: str) -> None:
     if not typer.confirm(question, err=True):
         print("nothing was done", file=sys.stderr)
         raise typer.Exit(Exit.OK)
-
-
-def _failed(error: DflashError) -> int:
-    """Say it; its exit code."""
-    try:
-        _say(error)
-    except BrokenPipeError:
-        _no_reader()
-    return error.code
-
-
-def _misread(error: Any) -> UsageError:
-    """What click says of a command line, with the cure."""
-    words = error.format_message().replace("Value error, ", "")  # pydantic's words, by which Typer checks values
-    help_ = f"`{error.ctx.command_path} --help` shows what it takes" if error.ctx is not None else "see `dflash --help`"
-    if words.startswith("Got unexpected extra argument") and "=" in words:
-        help_ = f"give --set before each: `{error.ctx.command_path} --set a=1 --set b=2`"
-    Common.json = "--json" in sys.argv
-    return UsageError(words[:1].lower() + words[1:].rstrip("."), help_)
-
-
-def _say(error: DflashError) -> None:
-    from dflash_ops.text import visible
-
-    if Common.json:
-        import json
-
-        body = {"code": error.code, "message": error.message, "hint": error.hint, "lines": error.lines}
-        print(json.dumps({"schema": 1, "error": body}))
-    red, plain = ("\x1b[31m", "\x1b[0m") if sys.stderr.isatty() and "NO_COLOR" not in os.environ else ("", "")
-    for line in error.lines:
-        print(f"  | {visible(line)}", file=sys.stderr)
-    print(f"{red}dflash: {visible(error.message)}{plain}", file=sys.stderr)
-    if error.hint:
-        print(f"  {visible(error.hint)}", file=sys.stderr)
-    if Common.debug:
-        import traceback
-
-        # The exceptions hold what the container said: their text, too, is made safe.
-        for line in "".join(traceback.format_exception(error)).splitlines():
-            print(visible(line), file=sys.stderr)
-        for line in error.detail.splitlines():
-            print(f"  | {visible(line)}", file=sys.stderr)
-
-
-def _mend_streams() -> None:
-    """Standard streams that were closed lead nowhere; what a stream cannot encode is spelled out."""
-    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
-        if getattr(sys, name) is None:
-            setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_RDWR), mode, encoding="utf-8"))
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, TextIOWrapper):
-            stream.reconfigure(errors="backslashreplace")
-
-
-def _no_reader() -> None:
-    """`dflash … | head`: the reader has enough. Python would complain when it flushes once more at exit."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-
-
-def main() -> None:
-    """Entry point: the one place where errors end."""
-    # A command lives for a second. As Python comes, it would search all that was imported for garbage several times
-    # meanwhile, 25 ms each, and for 100 ms more at its end.
-    set_threshold(100_000)
-    _mend_streams()
-    try:
-        code = _run()
-    finally:
-        freeze()
-        try:
-            sys.stdout.flush()
-        except BrokenPipeError:  # the exit code stays what it is
-            _no_reader()
-    sys.exit(code)
-
-
-def _run() -> int:
-    """The exit code: one of `Exit` on every path, or that of the command that `exec` ran."""
-    try:
-        return Exit(app(prog_name="dflash", standalone_mode=False) or Exit.OK)
-    except CommandEnded as ended:
-        return ended.status
-    except SystemExit as ended:  # shell completion, which exits by itself
-        return Exit.OK if not ended.code else Exit.USAGE
-    except DflashError as error:
-        return _failed(error)
-    except CLICK_USAGE as error:
-        if type(error).__name__ == "NoArgsIsHelpError":
-            print(error.format_message(), end="")  # the help, unless Typer has shown it already
-            return Exit.USAGE
-        return _failed(_misread(error))
-    except Exception as error:
-        message = f"a fault in dflash itself: {type(error).__name__}: {error}"
-        return _failed(DflashError(Exit.INTERNAL, message, "--debug shows where"))
-
-
-if __name__ == "__main__":
-    main()

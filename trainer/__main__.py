@@ -1,4 +1,4 @@
-"""`python -m trainer COMMAND`: which part of the trainer does a command line mean?
+"""Runs `python -m trainer COMMAND`: reads the command line and hands over to the command's module.
 
 Exit codes: 0 done, or stopped by SIGTERM after a checkpoint; 1 failed while working; 2 a command line that can't be
 read; 78 an input that must be changed first (configuration, data, target, checkpoint); 130 ended by Ctrl-C, a run after
@@ -21,19 +21,20 @@ import traceback
 from collections.abc import Sequence
 
 from trainer.arguments import read
-from trainer.config import explain, load
-from trainer.signals import Interrupted, Signals
+from trainer.config.explain import explain
+from trainer.config.load import load
+from trainer.run.signals import Interrupted, Signals
 
 OK, FAILED, USAGE, CONFIGURATION = 0, 1, 2, 78
 
 # `main(options)` of the module carries a command out and returns an exit code.
 MODULES = {
-    "regenerate": "trainer.regenerate",
-    "small-target": "trainer.small_target",
-    "evaluate": "trainer.evaluate",
-    "export": "trainer.export",
-    "warmup": "trainer.warmup",
-    "bench": "trainer.bench",
+    "regenerate": "trainer.commands.regenerate",
+    "small-target": "trainer.commands.small_target",
+    "evaluate": "trainer.commands.evaluate",
+    "export": "trainer.commands.export",
+    "warmup": "trainer.commands.warmup",
+    "bench": "trainer.commands.bench",
 }
 
 
@@ -50,7 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return _config(options)
         if options.command == "run":
             signals = Signals()
-            from trainer.run import run
+            from trainer.run.run import run
 
             return run(options.config, options.run_dir, options.set, options.resume_from, signals)
         return int(importlib.import_module(MODULES[options.command]).main(options))

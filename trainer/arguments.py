@@ -1,4 +1,4 @@
-"""What can be asked for on the command line? Every command's options, without importing what carries it out.
+"""Defines every command's options, without importing what carries it out.
 
 So `--help`, a mistyped option and a path that leads nowhere are answered at once: torch takes seconds to import.
 """

@@ -1,4 +1,4 @@
-"""Which device does a name mean, and is it there?"""
+"""Finds the device that a name means, and says when this machine does not have it."""
 
 from __future__ import annotations
 

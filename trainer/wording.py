@@ -1,4 +1,4 @@
-"""How are numbers said to people?"""
+"""Writes numbers for people."""
 
 from __future__ import annotations
 

@@ -49,5 +49,5 @@ def start(sources: "dict[str, str]", request: bytes) -> None:
     sys.meta_path.insert(0, _Shipped(sources))
     os.umask(0o022)  # pct hands on the caller's umask and directory
     os.chdir("/")
-    common = importlib.import_module("dflash_ops.remote.common")
-    common.serve(json.loads(request.decode("utf-8")))
+    channel = importlib.import_module("dflash_ops.remote.channel")
+    channel.serve(json.loads(request.decode("utf-8")))

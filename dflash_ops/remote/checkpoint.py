@@ -7,8 +7,9 @@ import signal
 import time
 from typing import Any, Dict, List
 
-from dflash_ops.remote import common, probe
-from dflash_ops.remote.common import RUN_FAILED, TEMPORARY, Channel, Refusal, RunPaths
+from dflash_ops.remote import files, status, systemd
+from dflash_ops.remote.channel import RUN_FAILED, TEMPORARY, Channel, Refusal
+from dflash_ops.remote.files import RunPaths
 
 _POLL = 0.25
 
@@ -18,7 +19,7 @@ def main(request: Dict[str, Any], channel: Channel) -> Dict[str, Any]:
 
     request: `root`; `run` or null; `timeout` seconds. Event: {run, asked}. Result: {run, checkpoint, seconds}.
     """
-    paths = common.find_run(request["root"], request.get("run"))
+    paths = files.find_run(request["root"], request.get("run"))
     pid = _main_pid(paths)
     before = _manifests(paths)
     begin = time.monotonic()
@@ -26,7 +27,7 @@ def main(request: Dict[str, Any], channel: Channel) -> Dict[str, Any]:
     channel.event(run=paths.run, asked=True)
     while True:
         new = [
-            found for found in probe.checkpoints_of(paths.checkpoints) if (found["name"], found["time"]) not in before
+            found for found in status.checkpoints_of(paths.checkpoints) if (found["name"], found["time"]) not in before
         ]
         if new:
             return {"run": paths.run, "checkpoint": new[-1], "seconds": time.monotonic() - begin}
@@ -47,16 +48,16 @@ def main(request: Dict[str, Any], channel: Channel) -> Dict[str, Any]:
 
 
 def _manifests(paths: RunPaths) -> List[Any]:
-    return [(found["name"], found["time"]) for found in probe.checkpoints_of(paths.checkpoints)]
+    return [(found["name"], found["time"]) for found in status.checkpoints_of(paths.checkpoints)]
 
 
 def _main_pid(paths: RunPaths) -> int:
     """The trainer's PID, when it is this run's and listens for the signal. Raises Refusal."""
-    unit = common.show_units([paths.unit])[paths.unit]
+    unit = systemd.show_units([paths.unit])[paths.unit]
     if unit.get("ActiveState") != "active" or unit.get("SubState") != "running":
         message = "the run %s is not running" % paths.run
         raise Refusal(RUN_FAILED, message, "`dflash status %s` says how it is" % paths.run, "not-running")
-    started = common.read_json(paths.started) or {}
+    started = files.read_json(paths.started) or {}
     if started.get("invocation_id") != unit.get("InvocationID"):
         raise Refusal(
             TEMPORARY, "the unit of run %s was started again by something else than dflash" % paths.run, "", "identity"

@@ -18,8 +18,7 @@ import re
 import time
 from typing import Any, Callable, Dict, Iterator, List, Optional, Tuple
 
-from dflash_ops.remote import common, gpu
-from dflash_ops.remote.common import Channel
+from dflash_ops.remote import gpu, process, systemd
 
 # Whoever "repairs" the tracing race by editing torch edits here (or in a hook that runs at start-up).
 _TORCH_WATCHED = (
@@ -66,13 +65,8 @@ print(json.dumps({
 """
 
 
-def main(request: Dict[str, Any], channel: Channel) -> Dict[str, Any]:
-    """Collect and return the facts; see `collect`."""
-    return collect(request)
-
-
 def collect(request: Dict[str, Any]) -> Dict[str, Any]:
-    """The facts, as `dflash_ops.facts.Facts` describes them. Never raises for what it finds or cannot find.
+    """The facts, as `dflash_ops.run.facts.Facts` describes them. Never raises for what it finds or cannot find.
 
     request: `root`; optional `python` (the interpreter's path), `release` (a release's folder), `variables` (names
     of variables the run will have), `seconds` (limit for all parts together, default 20), `gpu` (default true),
@@ -85,7 +79,7 @@ def collect(request: Dict[str, Any]) -> Dict[str, Any]:
     packages = _part(lambda: _packages(folders)) if folders else {}
     facts: Dict[str, Any] = {
         "time": time.time(),
-        "boot_id": _part(common.boot_id),
+        "boot_id": _part(systemd.boot_id),
         "system": _part(_system),
         "python": python,
         "packages": packages,
@@ -128,7 +122,7 @@ def _maybe(path: str) -> Optional[str]:
 
 def _system() -> Dict[str, Any]:
     os_release = dict(re.findall(r'^(\w+)="?(.*?)"?$', _maybe("/etc/os-release") or "", re.M))
-    version = common.call(["systemctl", "--version"], 5)
+    version = process.call(["systemctl", "--version"], 5)
     found = re.match(r"systemd (\d+) \(([^)]*)\)|systemd (\d+)", version.stdout)
     memory = dict(re.findall(r"^(\w+):\s+(\d+) kB$", _maybe("/proc/meminfo") or "", re.M))
     return {
@@ -148,7 +142,7 @@ def _system() -> Dict[str, Any]:
 
 
 def _python(path: str, end: float) -> Dict[str, Any]:
-    done = common.call([path, "-I", "-c", _ABOUT_PYTHON], min(15.0, max(1.0, end - time.monotonic())))
+    done = process.call([path, "-I", "-c", _ABOUT_PYTHON], min(15.0, max(1.0, end - time.monotonic())))
     if done.status != 0:
         last = done.stderr.strip().splitlines()[-1:] or ["no message"]
         return {"error": done.error or "%s ended with status %s: %s" % (path, done.status, last[0])}
@@ -260,7 +254,7 @@ def _sha256(path: str) -> str:
 
 def _nvml_version() -> Optional[str]:
     """Version of the container's libnvidia-ml, from the name of the file that the loader finds."""
-    cached = common.call(["/sbin/ldconfig", "-p"], 5).stdout
+    cached = process.call(["/sbin/ldconfig", "-p"], 5).stdout
     paths = re.findall(r"libnvidia-ml\.so\.1 .*=> (\S+)", cached)
     paths += glob.glob("/usr/lib/*/libnvidia-ml.so.1") + glob.glob("/usr/lib64/libnvidia-ml.so.1")
     for path in paths:
@@ -337,12 +331,12 @@ def _tree_hash(folder: str, end: float) -> Dict[str, Any]:
 
 def _manager_variables() -> List[str]:
     """Names of what systemd hands to every unit."""
-    done = common.call(["systemctl", "show-environment"], 5)
+    done = process.call(["systemctl", "show-environment"], 5)
     return sorted(line.split("=", 1)[0] for line in done.stdout.splitlines() if "=" in line)
 
 
 def _imported(python: str, limit: float) -> Dict[str, Any]:
-    done = common.call([python, "-c", _ABOUT_TORCH], limit)
+    done = process.call([python, "-c", _ABOUT_TORCH], limit)
     if done.status != 0:
         last = done.stderr.strip().splitlines()[-1:] or ["no message"]
         return {"error": done.error or last[0]}

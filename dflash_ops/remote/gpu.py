@@ -11,7 +11,7 @@ import subprocess
 import time
 from typing import Any, Dict, Optional
 
-from dflash_ops.remote import common
+from dflash_ops.remote import process
 
 # All known to drivers from 450 on; an unknown field would void the whole answer.
 FIELDS = [
@@ -31,10 +31,10 @@ FIELDS = [
 
 
 def ask(root: str, limit: float = 10.0) -> Dict[str, Any]:
-    """The raw answer that `dflash_ops.probes.gpu.RawGpu` describes. Never raises.
+    """The raw answer that `dflash_ops.run.probes.gpu.RawGpu` describes. Never raises.
 
     Args:
-        root: the target's root folder; the lock that keeps questions from piling up stands there.
+        root: the container's root folder; the lock that keeps questions from piling up stands there.
         limit: seconds for waiting on another question and for our own together.
     """
     return {
@@ -81,7 +81,7 @@ def _query(lock_path: str, limit: float) -> Dict[str, Any]:
 
 def _run(program: str, lock: Optional[int], limit: float) -> Dict[str, Any]:
     argv = [program, "--query-gpu=" + ",".join(FIELDS), "--format=csv,noheader,nounits"]
-    with common.scratch() as out, common.scratch() as err:
+    with process.scratch() as out, process.scratch() as err:
         try:
             # The child shares our lock: a child that cannot be killed (a driver call in D state) keeps holding it
             # after we are gone, and the kernel lets go of it when the child ends.

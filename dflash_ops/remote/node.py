@@ -9,8 +9,7 @@ import re
 import time
 from typing import Any, Dict, List, Optional
 
-from dflash_ops.remote import common, gpu
-from dflash_ops.remote.common import Channel
+from dflash_ops.remote import gpu, process
 
 PCT = "/usr/sbin/pct"
 # Keys of a container's configuration that decide whether a GPU job can live there; others may hold private notes,
@@ -20,11 +19,11 @@ _KEYS = re.compile(
 )
 
 
-def main(request: Dict[str, Any], channel: Channel) -> Dict[str, Any]:
-    """request: `container`, its number; `sudo`: go through `sudo -n`. The result is `dflash_ops.doctor.Node`."""
+def look(request: Dict[str, Any]) -> Dict[str, Any]:
+    """request: `container`, its number; `sudo`: go through `sudo -n`. The result is `dflash_ops.verbs.doctor.Node`."""
     vmid, prefix = str(int(request["container"])), ["sudo", "-n"] if request["sudo"] else []
-    status = common.call([*prefix, PCT, "status", vmid], 20)
-    config = common.call([*prefix, PCT, "config", vmid], 20)
+    status = process.call([*prefix, PCT, "status", vmid], 20)
+    config = process.call([*prefix, PCT, "config", vmid], 20)
     return {
         "user": os.geteuid(),
         "hostname": os.uname().nodename,
@@ -44,7 +43,7 @@ def main(request: Dict[str, Any], channel: Channel) -> Dict[str, Any]:
 
 
 def _version() -> Optional[str]:
-    done = common.call(["pveversion"], 10)
+    done = process.call(["pveversion"], 10)
     return done.stdout.strip() or None if done.status == 0 else None
 
 
@@ -71,7 +70,7 @@ def _holders() -> List[Dict[str, Any]]:
     """Processes on the GPUs. Only the node can list them: in a container the driver does not know its PIDs."""
     query = ["nvidia-smi", "--query-compute-apps=gpu_uuid,pid,used_memory", "--format=csv,noheader,nounits"]
     found = []
-    for line in common.call(query, 10).stdout.splitlines():
+    for line in process.call(query, 10).stdout.splitlines():
         cells = [cell.strip() for cell in line.split(",")]
         if len(cells) == 3 and cells[1].isdigit():
             found.append({"gpu": cells[0], "pid": int(cells[1]), "memory": cells[2], "where": _where(cells[1])})

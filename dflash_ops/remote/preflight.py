@@ -9,8 +9,9 @@ import re
 import time
 from typing import Any, Dict, List
 
-from dflash_ops.remote import common, store
-from dflash_ops.remote.common import CONFIGURATION, TEMPORARY, USAGE, Channel, Refusal, RunPaths
+from dflash_ops.remote import files, process, store, systemd
+from dflash_ops.remote.channel import CONFIGURATION, TEMPORARY, USAGE, Channel, Refusal
+from dflash_ops.remote.files import RunPaths
 
 MIN_FREE = 64 * 1024 * 1024  # bytes: a run's own files and its first log lines
 MIN_SYSTEMD = 240  # Type=exec and StandardOutput=append:
@@ -22,12 +23,12 @@ def main(request: Dict[str, Any], channel: Channel) -> Dict[str, Any]:
     """request: `root`; `run`, its name; `gpus`, indices that must be there; `release`, a name; `python`, the
     interpreter's path; `locked`, whether dflash builds it.
     """
-    root = common.checked_root(request["root"])
+    root = files.checked_root(request["root"])
     paths = RunPaths(root, request["run"])
     if os.path.exists(paths.started):  # what a launch left that was cut off, the start looks into
-        raise taken(paths, common.show_units([paths.unit]).get(paths.unit, {}))
+        raise taken(paths, systemd.show_units([paths.unit]).get(paths.unit, {}))
     _refuse_missing_gpus(request["gpus"])
-    systemd = systemd_version()
+    version_of_systemd = systemd_version()
     os.makedirs(os.path.join(root, "runs"), exist_ok=True)
     space = os.statvfs(root)
     free = space.f_bavail * space.f_frsize
@@ -43,7 +44,7 @@ def main(request: Dict[str, Any], channel: Channel) -> Dict[str, Any]:
         "release": store.state_of(root, request["release"]),
         "python": version,
         "environment_missing": missing,
-        "systemd": systemd,
+        "systemd": version_of_systemd,
         "free_bytes": free,
         "time": time.time(),
     }
@@ -78,7 +79,7 @@ def systemd_version() -> int:
         raise Refusal(
             CONFIGURATION, "systemd is not PID 1 in the container", "use a container template with systemd (Debian)"
         )
-    done = common.call(["systemctl", "--version"], 10)
+    done = process.call(["systemctl", "--version"], 10)
     words = done.stdout.split()
     if done.status != 0 or len(words) < 2 or not words[1].isdigit():
         raise Refusal(TEMPORARY, "systemctl did not answer: %s" % (done.error or done.stderr.strip()), "try again")
@@ -97,7 +98,7 @@ def interpreter_version(python: str) -> str:
             "correct `python` of the environment",
             "no-python",
         )
-    done = common.call([python, "-I", "-S", "-c", _ASK], 20)
+    done = process.call([python, "-I", "-S", "-c", _ASK], 20)
     try:
         (major, minor, micro), _ = json.loads(done.stdout)
     except ValueError:

@@ -10,8 +10,9 @@ import os
 import zlib
 from typing import Any, Dict, Iterator, List, Optional, Tuple
 
-from dflash_ops.remote import common, probe
-from dflash_ops.remote.common import CONFIGURATION, TEMPORARY, Channel, Refusal, RunPaths
+from dflash_ops.remote import files, status, systemd
+from dflash_ops.remote.channel import CONFIGURATION, TEMPORARY, Channel, Refusal
+from dflash_ops.remote.files import RunPaths
 
 CHUNK = 512 * 1024
 _SECRET = ("env",)
@@ -26,7 +27,7 @@ def main(request: Dict[str, Any], channel: Channel) -> Dict[str, Any]:
     kept}; then for each file {begin: path, offset}, {size, packed} with data (zlib's if packed)…, {end: path, sha256,
     size} or {vanished: path}. Result: {}. Raises Refusal when there is nothing.
     """
-    paths = common.find_run(request["root"], request.get("run"))
+    paths = files.find_run(request["root"], request.get("run"))
     kept = _kept(paths, request["kept"])
     plan = [(path, size) for path, size in _wanted(paths, request["what"]) if _checkpoint_of(path) not in kept]
     if not (plan or kept):
@@ -41,7 +42,7 @@ def main(request: Dict[str, Any], channel: Channel) -> Dict[str, Any]:
 def _nothing(paths: RunPaths, what: str) -> Refusal:
     """There is nothing to send, yet or for good."""
     thing = {"checkpoints": "checkpoint", "all": "files"}.get(what, what)
-    unit = common.show_units([paths.unit]).get(paths.unit, {})
+    unit = systemd.show_units([paths.unit]).get(paths.unit, {})
     if unit.get("LoadState") == "not-found" or unit.get("ActiveState") in ("inactive", "failed"):
         message = "the run %s has ended and left no %s" % (paths.run, thing)
         return Refusal(CONFIGURATION, message, "`dflash status %s` says how it went" % paths.run, "nothing")
@@ -57,7 +58,7 @@ def _checkpoint_of(path: str) -> Optional[str]:
 def _kept(paths: RunPaths, kept: Dict[str, str]) -> List[str]:
     """Those of the laptop's whole checkpoints whose manifest is the same here."""
     same = []
-    for found in probe.checkpoints_of(paths.checkpoints):
+    for found in status.checkpoints_of(paths.checkpoints):
         if found["name"] in kept:
             with open(os.path.join(paths.checkpoints, found["name"], "manifest.json"), "rb") as stream:
                 if hashlib.sha256(stream.read()).hexdigest() == kept[found["name"]]:
@@ -72,7 +73,7 @@ def _wanted(paths: RunPaths, what: str) -> Iterator[Tuple[str, int]]:
     if what in ("log", "all"):
         yield from _existing(paths, ["log"])
     if what in ("checkpoints", "all"):
-        for found in reversed(probe.checkpoints_of(paths.checkpoints)):  # the newest is the most wanted
+        for found in reversed(status.checkpoints_of(paths.checkpoints)):  # the newest is the most wanted
             yield from _tree(paths, os.path.join("checkpoints", found["name"]))
     if what == "all":
         for name in sorted(os.listdir(paths.directory)):

@@ -10,8 +10,8 @@ import shutil
 import time
 from typing import Any, Dict, List, Optional
 
-from dflash_ops.remote import common
-from dflash_ops.remote.common import CONFIGURATION, TEMPORARY, Channel, Refusal
+from dflash_ops.remote.channel import CONFIGURATION, TEMPORARY, Channel, Refusal
+from dflash_ops.remote.files import checked_root, fsync_directory, locked, read_json, write_json
 
 MANIFEST = ".manifest.json"
 # What is stored where: <root>/<shelf>/<name>/<folder>/...
@@ -26,7 +26,7 @@ def main(request: Dict[str, Any], channel: Channel) -> Dict[str, Any]:
     request: `root`; `shelf`; `name`, the hash of `files`, the manifest. The payload is all contents in that order.
     """
     root, shelf, name, files = request["root"], request["shelf"], request["name"], request["files"]
-    base = os.path.join(common.checked_root(root), shelf)
+    base = os.path.join(checked_root(root), shelf)
     _check(name, files)
     os.makedirs(base, exist_ok=True)
     _sweep(base)
@@ -37,14 +37,14 @@ def main(request: Dict[str, Any], channel: Channel) -> Dict[str, Any]:
         os.mkdir(temporary)
         for entry in files:
             _receive(channel, os.path.join(temporary, SHELVES[shelf]), entry)
-        common.write_json(os.path.join(temporary, MANIFEST), {"files": files})
+        write_json(os.path.join(temporary, MANIFEST), {"files": files})
         for folder, _, _ in os.walk(temporary):
-            common.fsync_directory(folder)
+            fsync_directory(folder)
         _put_in_place(root, shelf, name, temporary)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
-    common.fsync_directory(base)
+    fsync_directory(base)
     return {"state": "stored", "bytes": sum(entry["size"] for entry in files)}
 
 
@@ -52,10 +52,10 @@ def state_of(root: str, name: str, shelf: str = "releases") -> str:
     """`present` (every file was read and is right), `missing`, or `damaged`."""
     if not _NAME.match(name):
         raise Refusal(CONFIGURATION, "%r is not the name of a stored folder" % name)
-    folder = os.path.join(common.checked_root(root), shelf, name)
+    folder = os.path.join(checked_root(root), shelf, name)
     if not os.path.isdir(folder):
         return "missing"
-    manifest = common.read_json(os.path.join(folder, MANIFEST))
+    manifest = read_json(os.path.join(folder, MANIFEST))
     try:
         files = manifest["files"]  # type: ignore[index]
         _check(name, files)
@@ -111,8 +111,8 @@ def _receive(channel: Channel, package: str, entry: Dict[str, Any]) -> None:
 
 
 def _put_in_place(root: str, shelf: str, name: str, temporary: str) -> None:
-    final = os.path.join(common.checked_root(root), shelf, name)
-    with common.locked(os.path.join(root, shelf, ".lock"), 30):
+    final = os.path.join(checked_root(root), shelf, name)
+    with locked(os.path.join(root, shelf, ".lock"), 30):
         state = state_of(root, name, shelf)
         if state == "present":  # somebody else stored the same one meanwhile
             shutil.rmtree(temporary, ignore_errors=True)

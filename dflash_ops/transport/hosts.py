@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Protocol
 
-from dflash_ops.inventory import Inventory
+from dflash_ops.inventory.models import Inventory
 from dflash_ops.transport.base import Deadline, Exchange
 from dflash_ops.transport.known_hosts import UnknownKey
 

@@ -20,9 +20,9 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from dflash_ops.inventory import Inventory
+from dflash_ops.inventory.models import Inventory
 from dflash_ops.transport import known_hosts, ssh_errors
-from dflash_ops.transport.base import Deadline, Misconfigured, TransportError
+from dflash_ops.transport.base import Deadline, Misconfigured, TransportError, Unanswered
 from dflash_ops.transport.hosts import Accept
 from dflash_ops.transport.known_hosts import UnknownKey
 from dflash_ops.transport.local import LocalExchange
@@ -168,7 +168,9 @@ class OpenSshHost:
             "HashKnownHosts": "no",
             "ControlPath": "none",
         }
-        argv = self._client(at, [word for key, value in options.items() for word in ("-o", f"{key}={value}")], "key")
+        argv = self._client(
+            at, [word for key, value in options.items() for word in ("-o", f"{key}={value}")], "key", "true"
+        )
         with contextlib.suppress(subprocess.TimeoutExpired):
             limit = 3 * hop.entry.connect_timeout * (at + 1)
             subprocess.run(argv, stdin=subprocess.DEVNULL, capture_output=True, timeout=limit, check=False)
@@ -267,11 +269,15 @@ class OpenSshExchange(LocalExchange):
         super().__init__(argv, host.label, stdin, deadline, keep_stdin=keep_stdin)
 
     def __iter__(self) -> Iterator[bytes]:
-        yield from super().__iter__()
+        try:
+            yield from super().__iter__()
+        except Unanswered as error:
+            detail = self.stderr.decode("utf-8", "backslashreplace")
+            raise ssh_errors.unanswered(self._label, self._deadline.seconds, detail) from error
         if self.status == 255:  # ssh's own, or the command's
-            error = self._host.end_of(self._purpose)
-            if error is not None:
-                raise error
+            cause = self._host.end_of(self._purpose)
+            if cause is not None:
+                raise cause
 
     def close(self) -> None:
         """End the session: the command's stdin ends, its output goes nowhere."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 
 from dflash_ops.errors import DflashError
-from dflash_ops.inventory import TargetEntry
+from dflash_ops.inventory.models import ContainerEntry
 from dflash_ops.transport.base import Misconfigured, NotPermitted, Unanswered, Unreachable
 from dflash_ops.transport.program import BOOTSTRAP
 
@@ -17,29 +17,29 @@ PCT = "/usr/sbin/pct"  # a non-root user's PATH lacks sbin
 LXC_ATTACH = "/usr/bin/lxc-attach"
 
 
-def enter_command(target: TargetEntry, *, sudo: bool) -> str:
+def enter_command(entry: ContainerEntry, *, sudo: bool) -> str:
     """The command line for the host's login shell. Constant but for the container's number."""
-    vmid = target.container
+    vmid = entry.container
     assert isinstance(vmid, int)
-    if target.enter == "pct":
+    if entry.enter == "pct":
         inner = f"{PCT} exec {vmid} --keep-env 0 -- {BOOTSTRAP}"
     else:
         inner = f"{LXC_ATTACH} -n {vmid} --clear-env -- {BOOTSTRAP}"
     return f"sudo -n {inner}" if sudo else inner
 
 
-def sudoers_line(target: TargetEntry, user: str = "USER") -> str:
+def sudoers_line(entry: ContainerEntry, user: str = "USER") -> str:
     """The one line that lets `user` enter this container and do nothing else as root on the node."""
-    if target.enter == "pct":
-        return f"{user} ALL=(root) NOPASSWD: {PCT} exec {target.container} --keep-env 0 -- /bin/sh -c *"
-    return f"{user} ALL=(root) NOPASSWD: {LXC_ATTACH} -n {target.container} --clear-env -- /bin/sh -c *"
+    if entry.enter == "pct":
+        return f"{user} ALL=(root) NOPASSWD: {PCT} exec {entry.container} --keep-env 0 -- /bin/sh -c *"
+    return f"{user} ALL=(root) NOPASSWD: {LXC_ATTACH} -n {entry.container} --clear-env -- /bin/sh -c *"
 
 
-def explain(text: str, status: int | None, target: TargetEntry, host: str) -> DflashError | None:
+def explain(text: str, status: int | None, entry: ContainerEntry, host: str) -> DflashError | None:
     """The error that `text` (stderr and stray stdout) means, or None when it says nothing known."""
-    vmid = target.container
-    tool = "pct" if target.enter == "pct" else "lxc-attach"
-    path = PCT if target.enter == "pct" else LXC_ATTACH
+    vmid = entry.container
+    tool = "pct" if entry.enter == "pct" else "lxc-attach"
+    path = PCT if entry.enter == "pct" else LXC_ATTACH
 
     def has(*patterns: str) -> bool:
         return any(re.search(pattern, text, re.IGNORECASE) for pattern in patterns)
@@ -59,12 +59,12 @@ def explain(text: str, status: int | None, target: TargetEntry, host: str) -> Df
     if has(r"sudo: .*password is required", r"sudo: .*terminal is required", r"sudo: no tty present"):
         return NotPermitted(
             f"sudo on {host} asks for a password",
-            f"add to /etc/sudoers.d/dflash there: `{sudoers_line(target)}`",
+            f"add to /etc/sudoers.d/dflash there: `{sudoers_line(entry)}`",
         )
     if has(r"not allowed to (execute|run sudo)", r"is not in the sudoers file"):
         return NotPermitted(
             f"sudo on {host} does not allow this user to enter container {vmid}",
-            f"add to /etc/sudoers.d/dflash there: `{sudoers_line(target)}`",
+            f"add to /etc/sudoers.d/dflash there: `{sudoers_line(entry)}`",
         )
     if has(
         r"sudo: (command )?not found", r"sudo: No such file", r"Unknown command:? '?sudo", r"command not found: sudo"
@@ -82,7 +82,7 @@ def explain(text: str, status: int | None, target: TargetEntry, host: str) -> Df
     if has(r"ipcc_send_rec", r"Unable to load access control list", r"please run as root", r"you are not root"):
         return NotPermitted(
             f"{tool} on {host} needs root",
-            f"log in as root (`user: root`), or set `sudo: true` and add to sudoers: `{sudoers_line(target)}`",
+            f"log in as root (`user: root`), or set `sudo: true` and add to sudoers: `{sudoers_line(entry)}`",
         )
     if has(rf"{escaped}: Permission denied", rf"permission denied: {escaped}"):
         return NotPermitted(f"this user may not run {path} on {host}", "log in as root, or set `sudo: true`")

@@ -21,7 +21,7 @@ from typing import Any
 import paramiko
 from fabric import Config, Connection
 
-from dflash_ops.inventory import Inventory
+from dflash_ops.inventory.models import Inventory
 from dflash_ops.transport import known_hosts, ssh_errors
 from dflash_ops.transport.base import (
     Deadline,

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from dflash_ops.inventory import HostEntry, Inventory
+from dflash_ops.inventory.models import HostEntry, Inventory
 from dflash_ops.transport.base import Misconfigured
 
 RESOLVE_TIMEOUT = 15  # seconds; `Match exec` runs commands of the user's
@@ -133,6 +133,7 @@ def _jump_entry(jump: str, name: str, entry: HostEntry) -> HostEntry:
                 "known_hosts": entry.known_hosts,
                 "ssh_config": entry.ssh_config,
                 "connect_timeout": entry.connect_timeout,
+                "via": entry.via,
             }
         )
     except ValidationError as error:

@@ -14,7 +14,6 @@ from dflash_ops.transport.base import ConnectionLost, NotPermitted, TransportErr
 from dflash_ops.transport.ssh_config import Hop
 
 T = TypeVar("T")
-VIA_OPENSSH = "if `ssh` itself logs in, set `via: openssh` for the host"
 
 
 class Busy(Unreachable):
@@ -99,7 +98,7 @@ def refused_keys(hop: Hop, offered: Iterable[Path] = (), detail: str = "") -> No
     return NotPermitted(
         f"{hop.where} refused every key offered for user {hop.user}",
         (f"`{copy}` puts yours there, or set `identity` and `user` of the host" if copy else "")
-        or "set `identity` and `user` of the host, or load a key into the agent; " + VIA_OPENSSH,
+        or "set `identity` and `user` of the host, or load a key into the agent" + _or_openssh(hop),
         detail=detail,
     )
 
@@ -195,6 +194,10 @@ def unanswered(label: str, seconds: float, detail: str = "") -> Unanswered:
     )
 
 
+def _or_openssh(hop: Hop) -> str:
+    return "" if hop.entry.via == "openssh" else "; if `ssh` itself logs in, set `via: openssh` for the host"
+
+
 def lost(label: str, detail: str) -> ConnectionLost:
     """It stood, and stands no more."""
     return ConnectionLost(f"the connection to {label} broke", "try again", detail=detail)
@@ -203,5 +206,5 @@ def lost(label: str, detail: str) -> ConnectionLost:
 def unusable_key(hop: Hop, said: str) -> NotPermitted:
     """A key file that was named holds no key, or one of a kind that is not known."""
     return NotPermitted(
-        f"the key file for {hop.where} cannot be used: {said}", f"correct `identity` of the host; {VIA_OPENSSH}"
+        f"the key file for {hop.where} cannot be used: {said}", f"correct `identity` of the host{_or_openssh(hop)}"
     )

@@ -112,7 +112,7 @@ def test_a_launch_that_is_killed_while_it_waits_leaves_one_run(dflash: Dflash, h
 
 @pytest.mark.parametrize("enter", ["pct", "lxc-attach"])
 def test_bytes_of_every_kind_come_through_each_way_in(dflash: Dflash, enter: str) -> None:
-    dflash.inventory["targets"]["ct200"]["enter"] = enter
+    dflash.inventory["containers"]["ct200"]["enter"] = enter
     dflash.launch("r1")
     assert dflash.exec("r1", *EVERY_BYTE) == bytes(range(256)) * 1000
 
@@ -277,10 +277,10 @@ def test_the_login_shell_changes_nothing(lab: Lab, dflash: Dflash, shell: str) -
 # ---- one clear sentence each ------------------------------------------------------------------------------------
 
 
-def refused(dflash: Dflash, code: int, *says: str, target: str = "ct200", verb: str = "launch") -> None:
+def refused(dflash: Dflash, code: int, *says: str, container: str = "ct200", verb: str = "launch") -> None:
     """The verb fails with this exit code, in one sentence with its cure, and leaves nothing of a run."""
     words = ["launch", "job", "--run", "none"] if verb == "launch" else [verb, "none"]
-    failed = dflash(*words, "--target", target, code=code)
+    failed = dflash(*words, "--container", container, code=code)
     [message] = [line for line in failed.stderr.splitlines() if line.startswith("dflash: ")]
     for part in says:
         assert part in failed.stderr
@@ -294,16 +294,16 @@ def nothing_left(dflash: Dflash) -> None:
 
 @pytest.mark.parametrize("verb", ["launch", "status", "kill", "tail-logs"])
 @pytest.mark.parametrize(
-    ("target", "code", "says"),
+    ("container", "code", "says"),
     [("ct201", 69, ["container 201", "stopped", "pct start 201"]), ("ct999", 78, ["no container 999"])],
 )
-def test_a_container_that_is_not_there(dflash: Dflash, verb: str, target: str, code: int, says: list[str]) -> None:
+def test_a_container_that_is_not_there(dflash: Dflash, verb: str, container: str, code: int, says: list[str]) -> None:
     dflash.job()
     if verb == "kill":
-        failed = dflash("kill", "none", "-y", "--target", target, code=code)
+        failed = dflash("kill", "none", "-y", "--container", container, code=code)
         assert all(part in failed.stderr for part in says)
     else:
-        refused(dflash, code, *says, target=target, verb=verb)
+        refused(dflash, code, *says, container=container, verb=verb)
 
 
 def test_a_wrong_key(lab: Lab, dflash: Dflash) -> None:

@@ -46,7 +46,7 @@ class Dflash:
         self.inventory["jobs"][name] = entry
 
     def argv(self, *words: str) -> list[str]:
-        return [*self.enter, str(PYTHON.with_name("dflash")), "--inventory", str(self.save()), *words]
+        return [*self.enter, str(PYTHON), "-m", "dflash_ops.main", "--inventory", str(self.save()), *words]
 
     def env(self) -> dict[str, str]:
         home = {"HOME": str(self.folder), "XDG_STATE_HOME": str(self.folder / "state"), "XDG_RUNTIME_DIR": ""}
@@ -134,9 +134,9 @@ def clean(lab: Lab, root: str) -> None:
 
 
 def inventory_for(lab: Lab, root: str) -> dict[str, Any]:
-    """An inventory whose default target is the lab's container."""
+    """An inventory whose default container is the lab's container."""
     return {
-        "default_target": "ct200",
+        "default_container": "ct200",
         "hosts": {
             "node": {
                 "address": "127.0.0.1",
@@ -147,7 +147,7 @@ def inventory_for(lab: Lab, root: str) -> dict[str, Any]:
                 "ssh_config": "/dev/null",
             }
         },
-        "targets": {
+        "containers": {
             "ct200": {"host": "node", "container": VMID, "root": root},
             "ct201": {"host": "node", "container": STOPPED_VMID, "root": root},
             "ct999": {"host": "node", "container": 999, "root": root},

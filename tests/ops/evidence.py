@@ -5,14 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from dflash_ops.inventory import Inventory
-from dflash_ops.probes.gpu import Device, GpuDevices, GpuNone
-from dflash_ops.probes.log import LogFresh, LogSilent
-from dflash_ops.probes.snapshot import Cpu, Progress, Snapshot, Step
-from dflash_ops.probes.unit import UnitRunning
-from dflash_ops.run import ExitRecord, GpuRoles, KillRequest, RunRecord, RunSpec, Started
+from dflash_ops.inventory.models import Inventory
+from dflash_ops.run.probes.gpu import Device, GpuDevices, GpuNone
+from dflash_ops.run.probes.log import LogFresh, LogSilent
+from dflash_ops.run.probes.snapshot import Cpu, Progress, Snapshot, Step
+from dflash_ops.run.probes.unit import UnitRunning
+from dflash_ops.run.record import ExitRecord, GpuRoles, KillRequest, RunRecord, RunSpec, Started
 
-INVENTORY = Inventory(path=Path("/nowhere/inventory.yaml"), targets={})
+INVENTORY = Inventory(path=Path("/nowhere/inventory.yaml"), containers={})
 NOW = 1_800_000_000.0
 INVOCATION = "0123456789abcdef0123456789abcdef"
 BOOT = "5f1e8f0e-0000-0000-0000-000000000001"
@@ -24,7 +24,7 @@ def spec(**changes: Any) -> RunSpec:
         "schema": 1,
         "run": "r7",
         "job": "smoke",
-        "target": "lab",
+        "container": "lab",
         "created": NOW - 610,
         "launched_by": "ann@laptop",
         "release": "a" * 32,

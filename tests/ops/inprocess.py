@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from dflash_ops.remote.common import PeerGone, Refusal
+from dflash_ops.remote.channel import PeerGone, Refusal
 from dflash_ops.transport.base import ConnectionLost, Frame, Program, RemoteRefusal
 from dflash_ops.transport.fake import FakeTransport
 

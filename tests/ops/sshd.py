@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from dflash_ops.errors import DflashError
-from dflash_ops.inventory import Inventory
+from dflash_ops.inventory.models import Inventory
 from dflash_ops.transport.base import Program
 from dflash_ops.transport.framed import FramedTransport
 from dflash_ops.transport.hosts import RemoteHost, ssh_host
@@ -128,7 +128,7 @@ def via(request: pytest.FixtureRequest) -> str:
 
 
 def make_inventory(folder: Path, **hosts: dict[str, Any]) -> Inventory:
-    return Inventory.model_validate({"path": folder / "inventory.yaml", "hosts": hosts, "targets": {}})
+    return Inventory.model_validate({"path": folder / "inventory.yaml", "hosts": hosts, "containers": {}})
 
 
 def open_host(folder: Path, **hosts: dict[str, Any]) -> RemoteHost:
@@ -138,7 +138,7 @@ def open_host(folder: Path, **hosts: dict[str, Any]) -> RemoteHost:
 def ask(host: RemoteHost, folder: Path) -> dict[str, Any]:
     way = FramedTransport(host, BOOTSTRAP, lambda text, status: None)
     try:
-        return way.run(Program("environments"), {"root": str(folder), "do": "list"}, deadline=30).value
+        return way.run(Program("env"), {"root": str(folder), "do": "list"}, deadline=30).value
     finally:
         way.close()
 

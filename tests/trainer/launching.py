@@ -6,6 +6,7 @@ import json
 import multiprocessing
 import os
 import socket
+import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -17,7 +18,7 @@ from typing import Any
 import yaml
 
 CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(["trainer.run", "trainer.__main__", "tests.trainer.launching"])
+CONTEXT.set_forkserver_preload(["trainer.run.run", "trainer.__main__", "tests.trainer.launching"])
 PATIENCE = 90.0  # seconds after which a test gives up waiting; nothing is measured by it
 
 
@@ -131,3 +132,15 @@ def write_config(path: Path, target: Path, source: Path, /, **sections: dict[str
         document[name] = {**document.get(name, {}), **values}
     path.write_text(yaml.safe_dump(document))
     return path
+
+
+def python(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run Python in a fresh process."""
+    return subprocess.run(
+        [sys.executable, *arguments],
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env={**os.environ, **environment},
+    )

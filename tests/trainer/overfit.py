@@ -105,7 +105,7 @@ def main() -> int:
     """Overfit SmolLM2's answers to eight questions and let the official package judge."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from trainer.small_target import convert
+    from trainer.commands.small_target import convert
 
     if not (JUDGE / "dflash").is_dir():
         print("the official package is missing: run `make setup` first", file=sys.stderr)

@@ -9,7 +9,7 @@ import pytest
 from tests.trainer.launching import launch
 from tests.trainer.overfit import ENOUGH, judge, write_lessons, write_run
 from tests.trainer.tiny_models import save_target, tiny_target
-from trainer.export import export
+from trainer.commands.export import export
 
 
 @pytest.mark.parametrize(

@@ -12,12 +12,12 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedTokenizerFast
 
-from trainer.config import DrafterSection, ObjectiveConfig
+from trainer.config.sections import DrafterSection, ObjectiveConfig
 from trainer.drafter.attention import build_masks
 from trainer.drafter.blocks import make_blocks
-from trainer.drafter.config import DrafterConfig
+from trainer.drafter.for_target import config_for_target
 from trainer.drafter.model import DFlashDrafter, embed_blocks
-from trainer.objective import chunk_gradient, slot_weights
+from trainer.step.objective import chunk_gradient, slot_weights
 
 VOCAB = 60
 PROMPT = [3, 14, 15, 9, 2, 6]
@@ -60,7 +60,7 @@ def drafter_for(target: Any, **section: Any) -> DFlashDrafter:
     settings = DrafterSection(
         **{"num_layers": 2, "block_size": 6, "target_layer_ids": [1, 3], "mask_token_id": VOCAB - 1} | section
     )
-    return DFlashDrafter(DrafterConfig.from_section(settings, target.config), seed=1)
+    return DFlashDrafter(config_for_target(settings, target.config), seed=1)
 
 
 def overfit(target: Any, drafter: DFlashDrafter, tokens: list[int], steps: int = 60) -> None:

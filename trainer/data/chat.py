@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from trainer.config import DataConfig
+from trainer.config.sections import DataConfig
 from trainer.data.documents import Bool, DataError, Int32
 from trainer.data.sources import Chat
 

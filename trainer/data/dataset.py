@@ -26,13 +26,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from trainer.config import DataConfig, TargetConfig
+from trainer.config.sections import DataConfig, TargetConfig
 from trainer.data.chat import ChatEncoder, RefusedChatError, read_template
 from trainer.data.documents import Bool, DataError, Documents, DocumentWriter, Int32, Statistics
 from trainer.data.progress import progress
 from trainer.data.rows import RowSource
 from trainer.data.sources import Text, Tokens, count_records, parse, read_fields, readable
-from trainer.target import load_tokenizer
+from trainer.pretrained import load_tokenizer
 from trainer.wording import count
 
 _log = logging.getLogger(__name__)

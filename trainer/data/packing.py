@@ -1,4 +1,4 @@
-"""Which documents share a row?
+"""Chooses which documents share a row.
 
 Best fit decreasing. Its result depends on the lengths alone, not on which document has which length; so the layout is
 made once, every epoch has the same number of rows, and an epoch only decides which of the equally long documents takes

@@ -1,4 +1,4 @@
-"""How far is a long piece of work? A bar on a terminal, a log line now and then elsewhere."""
+"""Shows the progress of long work: a bar on a terminal, a log line now and then elsewhere."""
 
 from __future__ import annotations
 

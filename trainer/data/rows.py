@@ -1,4 +1,4 @@
-"""What is row n?
+"""Makes row n: documents packed to one fixed length, with their anchors, from seed and number alone.
 
 A row is a packed sequence of exactly S tokens with exactly A anchors: the only shape a worker ever sees. `RowSource`
 computes row n from (seed, epoch, n) alone, so a resumed run, another process and another node see the same rows.

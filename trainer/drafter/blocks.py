@@ -1,4 +1,4 @@
-"""Which tokens does a row ask the drafter to predict, and which keys may each of its slots see?
+"""Builds the blocks that the drafter learns to predict in a row, and the masks of what each slot may see.
 
 A block is an anchor token followed by masked slots. All blocks of a row are queries at once; keys are the row's S
 context positions followed by the A*B block positions. Slot o of a block with anchor a sees
@@ -122,21 +122,31 @@ def dense_mask(blocks: Blocks, seq_len: int, kind: AttentionKind) -> Tensor:
     return visible(query, key, blocks.anchors, blocks.starts, block_size, seq_len, kind)
 
 
-def flex_mask(blocks: Blocks, seq_len: int, kind: AttentionKind) -> BlockMask:
-    """Return the block-sparse mask for flex_attention, by arithmetic on the anchors.
+class Tiles(NamedTuple):
+    """Which tiles of the mask are partial and which full, as flex_attention reads them; R x C tiles, all int32."""
+
+    partial_keys: tuple[Tensor, Tensor]
+    """Of each row of tiles: how many columns [1, 1, R], and which ones first [1, 1, R, C]."""
+    full_keys: tuple[Tensor, Tensor]
+    partial_queries: tuple[Tensor, Tensor]
+    """Of each column of tiles: how many rows [1, 1, C], and which ones first [1, 1, C, R]."""
+    full_queries: tuple[Tensor, Tensor]
+
+
+def flex_tiles(blocks: Blocks, seq_len: int, kind: AttentionKind) -> Tiles:
+    """Classify the tiles of the mask by arithmetic on the anchors.
 
     A tile is full when each of its elements is visible, partial when some are, and absent when none is: exactly, for
     any row length, block size and order of documents. `create_block_mask` would evaluate every element instead.
     """
     count, block_size = blocks.tokens.shape
     queries, keys = count * block_size, seq_len + count * block_size
-    anchors, starts = blocks.anchors, blocks.starts
-    device = anchors.device
+    device = blocks.anchors.device
     rows, columns = -(-queries // TILE), -(-keys // TILE)
 
     # The last tile may be ragged; repeating the last query changes neither "any" nor "all" of it.
     query = torch.arange(rows * TILE, device=device).clamp(max=queries - 1)[:, None]
-    b = _bounds(query, anchors, starts, block_size, seq_len, kind)
+    b = _bounds(query, blocks.anchors, blocks.starts, block_size, seq_len, kind)
     first = torch.arange(columns, device=device)[None, :] * TILE
     end = (first + TILE).clamp(max=keys)
 
@@ -148,25 +158,46 @@ def flex_mask(blocks: Blocks, seq_len: int, kind: AttentionKind) -> BlockMask:
 
     some = (touches(b.context_low, b.context_high) | touches(b.block_low, b.block_high)).any(1)
     full = (covers(b.context_low, b.context_high) | covers(b.block_low, b.block_high)).all(1)
+    partial = some & ~full
+    return Tiles(_listed(partial), _listed(full), _listed(partial.T), _listed(full.T))
+
+
+def flex_mask(blocks: Blocks, seq_len: int, kind: AttentionKind) -> BlockMask:
+    """Return the block-sparse mask for flex_attention."""
+    tiles = flex_tiles(blocks, seq_len, kind)
+    return mask_of_tiles(tiles, blocks.anchors, blocks.starts, blocks.tokens.shape[1], seq_len, kind)
+
+
+def mask_of_tiles(
+    tiles: Tiles, anchors: Tensor, starts: Tensor, block_size: int, seq_len: int, kind: AttentionKind
+) -> BlockMask:
+    """Return `flex_mask` of blocks with these `anchors` and `starts` [A], whose tiles are known already."""
+    queries = anchors.shape[0] * block_size
 
     def mask_mod(batch: Tensor, head: Tensor, q: Tensor, k: Tensor) -> Tensor:
         return visible(q, k, anchors, starts, block_size, seq_len, kind)
 
-    partial_count, partial_index = _listed(some & ~full)
-    full_count, full_index = _listed(full)
-    return BlockMask.from_kv_blocks(
-        partial_count,
-        partial_index,
-        full_count,
-        full_index,
-        BLOCK_SIZE=TILE,
+    return BlockMask(
+        (queries, seq_len + queries),
+        *tiles.partial_keys,
+        *tiles.full_keys,
+        *tiles.partial_queries,
+        *tiles.full_queries,
+        BLOCK_SIZE=(TILE, TILE),
         mask_mod=mask_mod,
-        seq_lengths=(queries, keys),
     )
 
 
 def _listed(tiles: Tensor) -> tuple[Tensor, Tensor]:
-    """Turn [rows, columns] bool into flex's counts [1, 1, rows] and ascending column indices [1, 1, rows, columns]."""
+    """Turn [rows, columns] bool into counts [1, 1, rows] and column indices [1, 1, rows, columns], true ones first.
+
+    Counted into place, not sorted: Inductor makes a bitonic sort of 128 by 128 elements of torch.argsort here, and
+    Triton took 63 s to compile that one kernel (triton 3.6, target sm_90).
+    """
     count = tiles.sum(dim=1, dtype=torch.int32)
-    index = torch.argsort(tiles.to(torch.int8), dim=1, descending=True, stable=True).to(torch.int32)
+    present = tiles.cumsum(dim=1, dtype=torch.int32) - 1
+    absent = count[:, None] + (~tiles).cumsum(dim=1, dtype=torch.int32) - 1
+    place = torch.where(tiles, present, absent).long()
+    column = torch.arange(tiles.shape[1], device=tiles.device, dtype=torch.int32).expand_as(place)
+    index = torch.zeros_like(column).scatter(1, place, column)
     return count[None, None], index[None, None].contiguous()

@@ -1,4 +1,4 @@
-"""How does a drafter draft while decoding? Context keys and values are kept, and grow by what the target accepted."""
+"""Drafts blocks while decoding; keeps context keys and values, and extends them by what the target accepted."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What does the drafter compute? The DFlash network, with the layout and parameter names of the released checkpoints.
+"""Computes the drafter: the DFlash network, with the layout and parameter names of the released checkpoints.
 
 The target's tapped features are fused once (`fc`, `hidden_norm`) into a context that every layer reads through its own
 key and value projections: the same ones that serve the block. Embedding and head belong to the target and stay frozen,
@@ -8,7 +8,7 @@ so they are not here. Master weights may be float32 under autocast: norms and Ro
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import cast
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +17,8 @@ from transformers.activations import ACT2FN
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
 
 from trainer.drafter.attention import Mask, attend
-from trainer.drafter.config import DrafterConfig, LayerType
+from trainer.drafter.blocks import Tiles, mask_of_tiles
+from trainer.drafter.config import AttentionKind, DrafterConfig, LayerType
 
 Rotation = tuple[Tensor, Tensor]
 """Cosines and sines, [T, D] float32 each."""
@@ -86,6 +87,8 @@ class Attention(nn.Module):
         self.o_proj = _linear(query_width, hidden, bias)
         self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
         self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
+        self.kernel_options: dict[str, int] | None = None
+        """flex_attention's tiles, see `attention.kernel_options`"""
 
     def _heads(self, x: Tensor) -> Tensor:
         return x.view(x.shape[0], -1, self.head_dim)
@@ -102,7 +105,7 @@ class Attention(nn.Module):
         key, value = self.key_value(x, rotation)
         key = torch.cat([context[0], key], dim=2)
         value = torch.cat([context[1], value], dim=2)
-        attended = attend(query, key, value, mask)
+        attended = attend(query, key, value, mask, self.kernel_options)
         return cast(Tensor, self.o_proj(attended[0].transpose(0, 1).reshape(x.shape[0], -1)))
 
 
@@ -161,9 +164,13 @@ class DFlashDrafter(nn.Module):
                 if module.bias is not None:
                     module.bias.zero_()
 
+    def fuse(self, features: Tensor) -> Tensor:
+        """Return [S, H] for features [S, n*H] of the tapped layers."""
+        return cast(Tensor, self.hidden_norm(self.fc(features)))
+
     def context(self, features: Tensor, positions: Tensor) -> list[KeyValue]:
         """Return each layer's context keys and values for features [S, n*H] of the tapped layers at positions [S]."""
-        fused = self.hidden_norm(self.fc(features))
+        fused = self.fuse(features)
         rotation = self.rotary(positions)
         return [cast(Layer, layer).self_attn.key_value(fused, rotation) for layer in self.layers]
 
@@ -191,6 +198,40 @@ class DFlashDrafter(nn.Module):
     ) -> Tensor:
         """Return hidden [Q, H] for embeds [Q, H], features [S, n*H], positions [S] and [Q]: the training layout."""
         return self.denoise(embeds, block_positions, self.context(features, context_positions), masks)
+
+
+class Shown(NamedTuple):
+    """What the layers of one kind see of a row, as it passes from one compiled function to another."""
+
+    mask: Tiles | Tensor
+    """Tiles for flex_attention, or the dense mask"""
+    anchors: Tensor
+    """[A]"""
+    starts: Tensor
+    """[A]"""
+
+
+def layer_over_row(
+    layer: Layer,
+    x: Tensor,
+    fused: Tensor,
+    rotations: tuple[Rotation, Rotation],
+    shown: Shown,
+    block_size: int,
+    kind: AttentionKind,
+) -> Tensor:
+    """Return [A*B, H] for x [A*B, H]: one layer over the blocks of a row whose fused features are [S, H].
+
+    `rotations` are those of the context and of the blocks. All layers of one kind compile to one graph, their weights
+    being its inputs: a drafter of five layers compiles as fast as one of one.
+    """
+    mask = shown.mask
+    if isinstance(mask, Tiles):
+        visible: Mask = mask_of_tiles(mask, shown.anchors, shown.starts, block_size, fused.shape[0], kind)
+    else:
+        visible = mask
+    context = layer.self_attn.key_value(fused, rotations[0])
+    return cast(Tensor, layer(x, context, rotations[1], visible))
 
 
 def fresh_weights(config: DrafterConfig, head: Tensor, seed: int) -> dict[str, Tensor]:

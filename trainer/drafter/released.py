@@ -1,4 +1,4 @@
-"""How is a drafter read from and written to a folder in the released layout (config.json, model.safetensors)?
+"""Reads and writes a drafter as a folder in the released layout (config.json, model.safetensors).
 
 Training checkpoints hold the same two files, so they are read here too.
 """
@@ -10,14 +10,12 @@ import json
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from trainer import checkpoint
 from trainer.drafter.config import DrafterConfig, DrafterConfigError
 from trainer.drafter.model import DFlashDrafter
 
@@ -52,17 +50,6 @@ def write_drafter(folder: Path, config: DrafterConfig, weights: Mapping[str, Ten
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     # safetensors makes its file readable by its owner alone; a server may be somebody else.
     shutil.copymode(folder / "config.json", folder / "model.safetensors")
-
-
-def find_drafter(path: Path) -> tuple[Path, dict[str, Any] | None]:
-    """Return the folder with the drafter that `path` means and, for a training checkpoint, what it says of its run.
-
-    `path` is an export or released drafter, a checkpoint, or a run directory (its newest checkpoint).
-    """
-    if (path / "config.json").is_file() and not (path / checkpoint.MANIFEST).exists():
-        return path, None
-    found = checkpoint.resolve(path)
-    return found.path, found.run()
 
 
 def fingerprint(folder: Path) -> str:

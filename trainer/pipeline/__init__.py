@@ -1,1 +1,1 @@
-"""How do many devices train one drafter in one process? One thread per device; start at `supervisor.py`."""
+"""Trains one drafter on many devices in one process, with one thread per device; start at `supervisor.py`."""

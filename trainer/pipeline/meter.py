@@ -1,4 +1,4 @@
-"""How long was a worker's device busy?
+"""Measures how long a worker's device was busy.
 
 On a CPU by the clock around the work. On CUDA by pairs of events on the worker's stream, since the host runs ahead:
 the time between them is the device's, read once it is over and never waited for. Where several workers share a GPU, a

@@ -1,4 +1,4 @@
-"""How does work pass from one thread to the next, in order, bounded, and never hanging?
+"""Passes work from one thread to the next, in order, bounded, and without hanging.
 
 A `Ring` hands items over in the order of their sequence numbers, whatever the order in which they arrive. Item k has
 place k % depth to itself from `reserve` to `release`, so a place can stand for a buffer on a device. A producer waits
@@ -13,11 +13,9 @@ import time
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
+from trainer.errors import Closed
+
 T = TypeVar("T")
-
-
-class Closed(Exception):
-    """The ring was closed while, or before, somebody used it: the run is ending."""
 
 
 class Ring(Generic[T]):

@@ -1,4 +1,4 @@
-"""How are the threads of a run started, watched and ended?
+"""Starts, watches and ends the threads of a run.
 
 `Pipeline.run` builds everything, lets the workers compile one after the other, opens the start, and then only listens:
 to reports, to the caller's wishes, and to the first failure. It returns when all is done and raises `PipelineError`
@@ -21,27 +21,27 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainer.compilation import CompileCache, CompilePhase
-from trainer.config import RunConfig
+from trainer.compilation.cache import CompileCache
+from trainer.compilation.phase import CompilePhase
+from trainer.config.sections import RunConfig
 from trainer.data.rows import RowSource
 from trainer.devices import find_device
 from trainer.drafter.config import DrafterConfig
 from trainer.drafter.model import fresh_weights
-from trainer.pipeline.exchange import ExchangeError, Group, Processes, digest
-from trainer.pipeline.peers import PeerError
-from trainer.pipeline.plan import Plan, describe, total_steps
+from trainer.exchange.peers import PeerError
+from trainer.exchange.reduce import ExchangeError, Group
+from trainer.exchange.rendezvous import Processes, digest
+from trainer.pipeline.checkpoint_worker import CheckpointWorker
+from trainer.pipeline.drafter_worker import DrafterWorker
+from trainer.pipeline.plan import RowPlan, total_steps
 from trainer.pipeline.queues import Ring
+from trainer.pipeline.row_worker import RowWorker
+from trainer.pipeline.shared import Shared
+from trainer.pipeline.statistics import WorkerStatistics, describe
+from trainer.pipeline.target_worker import TargetWorker
 from trainer.pipeline.types import Hooks, Outcome, PipelineConfigError, PipelineError, TrainState
-from trainer.pipeline.workers import (
-    CheckpointWorker,
-    DrafterWorker,
-    RowWorker,
-    Shared,
-    Statistics,
-    TargetWorker,
-    Worker,
-)
-from trainer.target import Target
+from trainer.pipeline.worker import Worker
+from trainer.target.model import Target
 
 log = logging.getLogger(__name__)
 
@@ -61,7 +61,7 @@ class Pipeline:
         source: RowSource,
         hooks: Hooks,
         start: TrainState | None = None,
-        met: Processes | None = None,
+        processes: Processes | None = None,
         *,
         load_target: Callable[[torch.device], Target] | None = None,
     ) -> None:
@@ -69,12 +69,13 @@ class Pipeline:
 
         Args:
             start: the state to go on from; None: the drafter that `config.seed` draws, and a fresh optimizer.
-            met: the run's processes, if they have met already; the caller tells them of what happens before `run`.
+            processes: the run's processes, if they have met already; the caller tells them of what happens before
+                `run`.
             load_target: loads a target onto a device; called once per target worker in the thread that calls `run`,
                 since loading changes torch's default type for a moment. Default: the one that `config.target` names.
         """
         self._config, self._drafter_config, self._source = config, drafter_config, source
-        self._hooks, self._start, self._met = hooks, start, met
+        self._hooks, self._start, self._processes = hooks, start, processes
         self._load_target = load_target or partial(Target.of_run, config, drafter_config.target_layer_ids)
 
     def run(self) -> Outcome:
@@ -93,9 +94,9 @@ class Pipeline:
         if len({device.type for device in (*target_devices, *drafter_devices)}) > 1:
             raise PipelineConfigError("pipeline.targets and pipeline.drafters mix CPUs and CUDA GPUs: use one kind")
         try:
-            with self._met or Processes.meet() as met:
-                met.agree(self._agreed())
-                return self._run(Group.of(met, drafter_devices), target_devices, drafter_devices)
+            with self._processes or Processes.rendezvous() as processes:
+                processes.agree(self._agreed())
+                return self._run(Group.of(processes, drafter_devices), target_devices, drafter_devices)
         except PeerError as error:  # before the workers began
             raise PipelineError("another process", error, later=[], stuck=[]) from error
 
@@ -112,13 +113,13 @@ class Pipeline:
                 phase,
                 rows=Ring(config.pipeline.queue_depth * len(target_devices)),
                 deliveries=[Ring(config.pipeline.queue_depth) for _ in drafter_devices],
-                places=[[] for _ in drafter_devices],
+                buffers=[[] for _ in drafter_devices],
                 exchanges=group.exchanges(drafter_devices),
             )
-            workers = self._workers(shared, group.met, target_devices, drafter_devices)
+            workers = self._workers(shared, group.processes, target_devices, drafter_devices)
             _finish_loading({*target_devices, *drafter_devices})
-            group.met.begin_training()
-            trains = not self._hooks.should_stop() or group.met.count > 1
+            group.processes.begin_training()
+            trains = not self._hooks.should_stop() or group.processes.world_size > 1
             try:
                 for worker in workers:
                     worker.start()
@@ -156,33 +157,38 @@ class Pipeline:
             **json.loads(json.dumps(settings)),
         }
 
-    def _plan(self, group: Group, drafters: int) -> Plan:
-        accumulate, limit = self._config.optimizer.accumulate, self._config.optimizer.max_steps
-        steps = total_steps(self._source.total_rows, group.drafters * accumulate, limit)
+    def _plan(self, group: Group, drafters: int) -> RowPlan:
+        optimizer = self._config.optimizer
+        rows = optimizer.gradient_accumulation_steps  # of a drafter in a step
+        steps = total_steps(self._source.total_rows, group.drafters * rows, optimizer.max_steps)
         done = self._start.step if self._start is not None else 0
         if steps == 0:
             raise PipelineConfigError(
                 f"{self._source.total_rows} rows do not fill one optimizer step of {group.drafters} drafters with "
-                f"{accumulate} rows each: use more documents, more epochs or fewer drafters"
+                f"{rows} rows each: use more documents, more epochs or fewer drafters"
             )
         if done > steps:
             raise PipelineConfigError(f"the checkpoint is at step {done}, past this run's last step {steps}")
-        return Plan(drafters, group.first_drafter, group.drafters, accumulate, done, steps)
+        return RowPlan(drafters, group.first_drafter, group.drafters, rows, done, steps)
 
     def _workers(
-        self, shared: Shared, met: Processes, target_devices: list[torch.device], drafter_devices: list[torch.device]
+        self,
+        shared: Shared,
+        processes: Processes,
+        target_devices: list[torch.device],
+        drafter_devices: list[torch.device],
     ) -> list[Worker]:
         start = self._start
         self._hooks.on_status("loading the target")
         loaded = []
         for device in target_devices:
-            met.peers.check()
+            processes.peers.check()
             loaded.append(self._load_target(device))
         targets = [TargetWorker(number, shared, target, self._source.shape) for number, target in enumerate(loaded)]
         tables = _Tables(loaded[0])
         weights = start.drafter if start is not None else self._fresh_weights(loaded[0])
-        if met.count > 1:
-            met.agree(_beginning(loaded[0], weights, start))
+        if processes.world_size > 1:
+            processes.agree(_beginning(loaded[0], weights, start))
         rows = RowWorker(
             shared,
             self._source,
@@ -206,7 +212,7 @@ class Pipeline:
                     statistics=lambda: self._statistics.recent(),
                 )
             )
-        self._statistics = Statistics(shared, rows, list(targets), list(drafters))
+        self._statistics = WorkerStatistics(shared, rows, list(targets), list(drafters))
         return [rows, *targets, *drafters, CheckpointWorker(shared, self._hooks.save)]
 
     def _fresh_weights(self, target: Target) -> dict[str, Tensor]:
@@ -219,31 +225,31 @@ class Pipeline:
         step all of them agree.
         """
         drafters = [worker for worker in workers if isinstance(worker, DrafterWorker)]
+        require = self._config.pipeline.require_compiled
+        if require is None:
+            require = any(worker.device.type == "cuda" for worker in drafters)
         for worker in workers:
             if isinstance(worker, DrafterWorker):
                 doing = "preparing" if shared.phase.mode == "eager" else "compiling"
                 self._hooks.on_status(f"{doing} drafter {drafters.index(worker) + 1}/{len(drafters)}")
             worker.may_prepare.set()
             while not worker.prepared.wait(POLL_SECONDS):
-                if group.met.count == 1 and self._hooks.should_stop():
+                if group.processes.world_size == 1 and self._hooks.should_stop():
                     return False
                 self._look_at_peers(shared, group)
                 if shared.ending.is_set():
                     return False
             if shared.ending.is_set():
                 return False
-        require = self._config.pipeline.require_compiled
-        if require is None:
-            require = any(worker.device.type == "cuda" for worker in drafters)
-        if require:
-            shared.phase.require_compiled()
+            if require:  # at once: the next worker may compile for a minute
+                shared.phase.require_compiled()
         shared.phase.close()
         state = {"cache_directory": str(cache.directory), "cache_bytes": cache.size()} if cache is not None else {}
         self._hooks.on_compiled([{**asdict(report), **state} for report in shared.phase.reports])
         for report in shared.phase.reports:
             log.info("%s", report.describe())
         try:  # some compile for longer than a collective waits
-            group.met.peers.share(None)
+            group.processes.peers.share(None)
         except PeerError as error:
             shared.fail("another process", error)
             return False
@@ -274,7 +280,7 @@ class Pipeline:
                 self._hooks.on_step(shared.reports.get_nowait())
 
     def _look_at_peers(self, shared: Shared, group: Group) -> None:
-        if (failure := group.met.peers.failure()) is not None:
+        if (failure := group.processes.peers.failure()) is not None:
             shared.fail("another process", PeerError(failure))
 
     # ------------------------------------------------------------------------------------------------------------- end
@@ -283,7 +289,7 @@ class Pipeline:
         """Bring everything down, save what can be saved, and say what happened."""
         self._await_explanation(shared, group)
         worker, cause = shared.failures[0]
-        group.met.peers.tell_failure(worker, cause)
+        group.processes.peers.tell_failure(worker, cause)
         try:
             self._hooks.on_failure()
         except Exception as error:  # the first cause must stay the first
@@ -297,7 +303,7 @@ class Pipeline:
     def _await_explanation(self, shared: Shared, group: Group) -> None:
         """Put another process's end before the broken exchange that was seen first, but is its consequence."""
         deadline = time.monotonic() + WORD_SECONDS
-        while _only_broken_exchanges(shared) and group.met.count > 1 and time.monotonic() < deadline:
+        while _only_broken_exchanges(shared) and group.processes.world_size > 1 and time.monotonic() < deadline:
             time.sleep(POLL_SECONDS)
             self._look_at_peers(shared, group)
         shared.failures.sort(key=lambda failure: isinstance(failure[1], ExchangeError))

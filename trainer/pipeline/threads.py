@@ -1,4 +1,4 @@
-"""What state has a thread that works on a device?"""
+"""Sets the device, stream and autograd state of a thread that works on a device."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What do the pipeline and its caller say to each other?
+"""Defines what the pipeline and its caller say to each other.
 
 `trainer.run` builds a `Pipeline` (see `supervisor.py`) and hands it `Hooks`; everything that crosses that border
 is defined here.

@@ -22,15 +22,18 @@ import pytest
 import torch
 
 from tests.trainer.launching import CONTEXT
-from trainer.checkpoint import CheckpointError
 from trainer.data.rows import Row, RowSource
+from trainer.exchange.peers import SetupError
+from trainer.exchange.reduce import Collective
 from trainer.pipeline import supervisor
-from trainer.pipeline.exchange import Collective
-from trainer.pipeline.peers import SetupError
+from trainer.pipeline.checkpoint_worker import CheckpointWorker
+from trainer.pipeline.drafter_worker import NonFiniteError
 from trainer.pipeline.queues import Ring
+from trainer.pipeline.target_worker import TargetWorker
 from trainer.pipeline.types import PipelineError, StepReport, TrainState
-from trainer.pipeline.workers import CheckpointWorker, NonFiniteError, TargetWorker, Worker
-from trainer.step import DrafterStep
+from trainer.pipeline.worker import Worker
+from trainer.run.checkpoint import CheckpointError
+from trainer.step.step import DrafterStep
 
 from . import tiny
 
@@ -455,16 +458,16 @@ def peer(scenario: str, plays: bool, rank: int, port: int, folder: Path) -> None
     if plays and scenario == "exception while loading":
         load = on_call(1, Boom("no such weights"), tiny.load_target)
     if scenario == "kill in a collective without end":  # NCCL's do not see that a peer is gone
-        calls, original = count(), Collective.add_up
+        calls, original = count(), Collective.all_reduce
 
-        def add_up(self: Collective, buffer: torch.Tensor) -> None:
+        def all_reduce(self: Collective, buffer: torch.Tensor) -> None:
             if next(calls) == 9:
                 if plays:
                     os.kill(os.getpid(), signal.SIGKILL)
                 threading.Event().wait()
             original(self, buffer)
 
-        Collective.add_up = add_up  # type: ignore[method-assign]
+        Collective.all_reduce = all_reduce  # type: ignore[method-assign]
 
     def on_step(report: StepReport) -> None:
         (folder / "step").write_text(str(report.step))

@@ -8,7 +8,8 @@ from collections.abc import Callable
 
 import pytest
 
-from trainer.pipeline.queues import Closed, Ring
+from trainer.errors import Closed
+from trainer.pipeline.queues import Ring
 
 
 def start(work: Callable[[], None]) -> threading.Thread:

@@ -9,13 +9,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from trainer.config import RunConfig
+from trainer.config.sections import RunConfig
 from trainer.data.documents import Documents, Statistics
 from trainer.data.rows import RowSource
 from trainer.drafter.config import DrafterConfig
 from trainer.pipeline.supervisor import Pipeline
 from trainer.pipeline.types import Hooks, Outcome, StepReport, TrainState
-from trainer.target import Target
+from trainer.target.model import Target
 
 VOCABULARY, HIDDEN, LAYERS, BLOCK = 96, 32, 2, 4
 LENGTH, ANCHORS = 64, 8

@@ -1,0 +1,1 @@
+"""What `inventory.yaml` says: its models and the reader that checks them."""

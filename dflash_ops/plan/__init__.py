@@ -1,0 +1,1 @@
+"""Works out what a launch sends, before anything is connected."""

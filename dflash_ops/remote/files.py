@@ -1,0 +1,175 @@
+"""What does every remote program need? Frames, bounded subprocesses, crash-safe files, the names in a run directory."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import time
+from typing import Any, Dict, Iterator, List, Optional
+
+from dflash_ops.remote.channel import CONFIGURATION, RUN_NOT_FOUND, TEMPORARY, USAGE, Refusal
+
+RUN_NAME = re.compile(r"[a-z0-9][a-z0-9-]{0,62}\Z")
+ROOT = re.compile(r"(/[A-Za-z0-9._-]+)+\Z")
+
+
+def fsync_directory(path: str) -> None:
+    """Make renames and new names in a directory durable."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def write_file(path: str, data: bytes, mode: int = 0o644) -> None:
+    """Write all or nothing: temporary file, fsync, rename, fsync of the directory."""
+    directory = os.path.dirname(path)
+    temporary = "%s.tmp-%d" % (path, os.getpid())
+    handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
+    try:
+        with os.fdopen(handle, "wb") as stream:
+            stream.write(data)
+            stream.flush()
+            os.fsync(stream.fileno())
+        os.chmod(temporary, mode)  # whatever the umask
+        os.rename(temporary, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(temporary)
+        raise
+    fsync_directory(directory)
+
+
+def write_json(path: str, value: Any, mode: int = 0o644) -> None:
+    """`write_file` of a JSON document."""
+    write_file(path, (json.dumps(value, ensure_ascii=False, indent=1, sort_keys=True) + "\n").encode("utf-8"), mode)
+
+
+def read_json(path: str, limit: int = 16 * 1024 * 1024) -> Optional[Dict[str, Any]]:
+    """A JSON object; None when the file is missing, too large, or not one."""
+    try:
+        with open(path, "rb") as stream:
+            value = json.loads(stream.read(limit))
+    except (OSError, ValueError):
+        return None
+    return value if isinstance(value, dict) else None
+
+
+def tree_bytes(path: str) -> int:
+    """Disk space of a file or a whole folder, links not followed."""
+    total = 0
+    with contextlib.suppress(OSError):
+        total += os.lstat(path).st_blocks * 512
+    for here, folders, names in os.walk(path):
+        for name in folders + names:
+            with contextlib.suppress(OSError):
+                total += os.lstat(os.path.join(here, name)).st_blocks * 512
+    return total
+
+
+def tail_lines(path: str, lines: int, limit: int = 64 * 1024) -> List[str]:
+    """The last lines of a text file, from at most its last `limit` bytes; empty when there is no file."""
+    try:
+        with open(path, "rb") as stream:
+            size = os.fstat(stream.fileno()).st_size
+            stream.seek(max(0, size - limit))
+            text = stream.read(limit).decode("utf-8", "backslashreplace")
+    except OSError:
+        return []
+    return text.splitlines()[-lines:]
+
+
+class RunPaths:
+    """The files of one run in the container. `dflash_ops.run.record` is the laptop's view of the same names."""
+
+    def __init__(self, root: str, run: str) -> None:
+        if not RUN_NAME.match(run):
+            raise Refusal(USAGE, "%r is not a run name" % run)
+        self.run = run
+        self.unit = "dflash-%s.service" % run
+        self.directory = os.path.join(checked_root(root), "runs", run)
+        self.spec = self._file("spec.json")
+        self.facts = self._file("facts.json")
+        self.started = self._file("started.json")
+        self.exit = self._file("exit.json")
+        self.kill_requested = self._file("kill-requested.json")
+        self.config = self._file("config.yaml")
+        self.entry = self._file("entry")
+        self.on_exit = self._file("on-exit")
+        self.env = self._file("env")
+        self.log = self._file("log")
+        self.metrics = self._file("metrics.jsonl")
+        self.compile = self._file("compile.json")
+        self.checkpoints = self._file("checkpoints")
+
+    def _file(self, name: str) -> str:
+        return os.path.join(self.directory, name)
+
+
+def checked_root(root: str) -> str:
+    """dflash's root folder, refused unless it is a plain absolute path."""
+    if not ROOT.match(root) or ".." in root.split("/"):
+        raise Refusal(CONFIGURATION, "%r is not a usable root folder" % root)
+    return root
+
+
+def run_names(root: str) -> List[str]:
+    """All runs, the newest first (by the time that spec.json was written, else the directory's)."""
+    base = os.path.join(checked_root(root), "runs")
+    found = []
+    try:
+        entries = list(os.scandir(base))
+    except OSError:
+        return []
+    for entry in entries:
+        if RUN_NAME.match(entry.name) and entry.is_dir(follow_symlinks=False):
+            try:
+                made = os.stat(os.path.join(entry.path, "spec.json")).st_mtime_ns
+            except OSError:
+                try:
+                    made = entry.stat(follow_symlinks=False).st_mtime_ns
+                except OSError:
+                    continue
+            found.append((made, entry.name))
+    return [name for _, name in sorted(found, reverse=True)]
+
+
+def newest_run(root: str) -> str:
+    """The newest run. Raises Refusal when there is none."""
+    names = run_names(root)
+    if not names:
+        raise Refusal(RUN_NOT_FOUND, "there is no run in %s" % root, "start one with `dflash launch`", "no-run")
+    return names[0]
+
+
+def find_run(root: str, run: Optional[str]) -> RunPaths:
+    """The named run, or the newest when `run` is None. Raises Refusal when it does not exist."""
+    paths = RunPaths(root, run if run is not None else newest_run(root))
+    if not os.path.isdir(paths.directory):
+        raise Refusal(RUN_NOT_FOUND, "there is no run %s" % paths.run, "`dflash runs` lists them", "no-run")
+    return paths
+
+
+@contextlib.contextmanager
+def locked(path: str, seconds: float) -> Iterator[None]:
+    """Hold an exclusive lock on a file; the kernel lets go of it when the program dies. Raises Refusal."""
+    import fcntl
+
+    handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    try:
+        end = time.monotonic() + seconds
+        while True:
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except OSError as error:
+                if time.monotonic() > end:
+                    message = "another dflash command holds %s" % path
+                    raise Refusal(TEMPORARY, message, "try again in a moment", "lock") from error
+                time.sleep(0.05)
+        yield
+    finally:
+        os.close(handle)

@@ -1,0 +1,1 @@
+"""What a run is, what its probes say about it, and what follows from them."""

@@ -1,0 +1,1 @@
+"""Prints the answers; decides nothing."""

@@ -1,0 +1,1 @@
+"""One file per command of `dflash`, of its name."""

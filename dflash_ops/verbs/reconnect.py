@@ -1,0 +1,53 @@
+"""How does a stream outlive its connection? It is asked for again, with a growing pause, from where it had come to."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Generator, Iterator
+from contextlib import closing
+from typing import Any
+
+from dflash_ops.transport.base import ConnectionLost, Frame, Unanswered, Unreachable
+from dflash_ops.verbs.session import Session
+
+_LONGEST_PAUSE = 20.0
+
+
+def lasting(
+    session: Session,
+    verb: str,
+    request: Callable[[], dict[str, Any]],
+    *,
+    until: float | None = None,
+) -> Iterator[Frame]:
+    """The frames of a remote program up to its result, over as many connections as it takes.
+
+    A failure before the first frame is raised: there is nothing yet to keep up. Later ones are waited out, for ever or
+    until the monotonic moment `until`; refusals and missing permissions are raised at once.
+
+    Args:
+        request: makes the request of each connection, so that it can begin where the last one ended.
+    """
+    reached = False
+    wait = 1.0
+    while True:
+        try:
+            with closing(_stream(session, verb, request())) as frames:
+                for frame in frames:
+                    if reached and wait > 1.0:
+                        session.say("connected again")
+                    reached, wait = True, 1.0
+                    yield frame
+                    if frame.kind == "result":
+                        return
+        except (Unreachable, Unanswered) as error:
+            if not reached or (until is not None and time.monotonic() + wait >= until):
+                raise
+            what = "the connection broke" if isinstance(error, ConnectionLost) else error.message
+            session.say(f"{what}; trying again in {wait:.0f} s (the run is not affected; Ctrl-C stops looking)")
+            time.sleep(wait)
+            wait = min(_LONGEST_PAUSE, wait * 2)
+
+
+def _stream(session: Session, verb: str, request: dict[str, Any]) -> Generator[Frame, None, None]:
+    yield from session.stream(verb, request)

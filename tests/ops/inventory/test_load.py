@@ -1,0 +1,156 @@
+"""inventory.yaml is checked whole; an error names file, line and cure."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from dflash_ops.errors import ConfigurationError, UsageError
+from dflash_ops.inventory.load import load_inventory
+from tests.ops.inventory.written import GOOD, load, refused
+
+
+def test_the_project_s_own_inventory_is_valid() -> None:
+    inventory = load_inventory(Path(__file__).parents[3] / "inventory.yaml")
+    assert inventory.container(None)[0] == "lab"
+    gpus = inventory.jobs["qwen3-8b.example"].gpus
+    assert gpus is not None
+    assert (gpus.target, gpus.drafters) == ([0, 1, 2, 3, 4], [5, 6, 7])
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "said"),
+    [
+        ("    address: pve1.example", "    adress: pve1.example", "/inventory.yaml:3: unknown key `hosts.pve1.adress`"),
+        ("    address: pve1.example", "    adress: pve1.example", "did you mean `address`?"),
+        ("    host: pve1\n", "    host: pve2\n", "/inventory.yaml:6: there is no host `pve2` (did you mean `pve1`?)"),
+        ("container: 200", "container: 99", "/inventory.yaml:7: `containers.main.container`"),
+        ("container: 200", "container: '200; reboot'", "/inventory.yaml:7: `containers.main.container`"),
+        (
+            "    container: 200\n",
+            "",
+            "/inventory.yaml:5: `containers.main`: a container needs its number, `container: <vmid>`",
+        ),
+        ("    container: 200", "    container: 200\n    root: /a/../b", ":8: `containers.main.root`"),
+        ("    container: 200", "    container: 200\n    root: /a b", ":8: `containers.main.root`"),
+        ("    container: 200", "    container: 200\n    root: '/a$b'", ":8: `containers.main.root`"),
+        ("    container: 200", "    container: 200\n    enter: ssh", ":8: `containers.main.enter`"),
+        ("    container: 200", "    container: 200\n    container: 201", ":8: the key `container` stands twice"),
+        ("  smoke:\n", "  smoke:\n    environment: vnev\n", ":13: there is no environment `vnev`"),
+        ("  smoke:\n", "  smoke:\n    containers: [main,\n      mian]\n", ":14: there is no container `mian`"),
+        ("  smoke:\n", "  smoke:\n    containers: []\n", ":13: `jobs.smoke.containers`"),
+        ("  smoke:\n", "  smoke:\n    env: {A B: x}\n", ":13: `jobs.smoke.env.A B`"),
+        ("  smoke:\n", "  smoke:\n    gpus: {target: 0-x}\n", '"0-4"'),
+        ("  smoke:\n", "  smoke:\n    gpus: {targets: 0}\n", "did you mean `target`?"),
+        ("  smoke:\n    config: {target: {path: /srv/model}}\n", "  smoke: {}\n", "the key `config` is missing"),
+        ("  smoke:\n", "  smoke:\n    gpus: {target: 7-5}\n", "'7-5' runs backwards"),
+        ("  smoke:\n", "  smoke:\n    gpus: {target: [-1]}\n", "greater than or equal to 0"),
+        ("  smoke:\n", "  smoke:\n    gpus: {target: '0-2,1'}\n", "a GPU is named twice"),
+        ("pve1.example", "-oProxyCommand=x", ":3: `hosts.pve1.address`"),
+        ("pve1.example", '"a;b"', ":3: `hosts.pve1.address`"),
+        ("pve1.example", '"a\\n*"', ":3: `hosts.pve1.address`"),
+        ("pve1.example", "a\n    user: x y", ":4: `hosts.pve1.user`"),
+        ("containers:\n", "containers: [\n", ":"),
+        ("hosts:\n", "path: /x\nhosts:\n", ":1: unknown key `path`"),
+        ("hosts:\n", "default_container: mian\nhosts:\n", ":1: there is no container `mian` (did you mean `main`?)"),
+        ("/opt/venv/bin/python", '"/opt/a\\nb"', "a path of one line"),
+    ],
+)
+def test_a_mistake_is_named_with_its_line_and_cure(tmp_path: Path, old: str, new: str, said: str) -> None:
+    assert old in GOOD
+    assert said in refused(tmp_path, GOOD.replace(old, new))
+
+
+@pytest.mark.parametrize(
+    ("text", "line", "cure"),
+    [
+        ("containers:\n\tmain: {host: local}\n", 2, "spaces instead of the tab"),
+        (
+            "containers:\n    main: {host: local}\n  other: {host: local}\n",
+            3,
+            "indent with spaces, like the line above",
+        ),
+        ("containers\n  main: {host: local}\n", 2, "look at the line above too: is a colon missing"),
+        ("default_job\ntargets: {}\n", 2, "look at the line above too: is a colon missing"),
+        ("containers: {]\n", 1, "correct the YAML there"),
+    ],
+)
+def test_a_slip_in_the_yaml_has_its_cure(tmp_path: Path, text: str, line: int, cure: str) -> None:
+    said = refused(tmp_path, text)
+    assert said.startswith(f"/inventory.yaml:{line}: ")
+    assert cure in said
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        b"",
+        b"- a\n",
+        b"just text",
+        b"\xff\xfe\x00",
+        b"a: &x [*x]\ntargets: {}",
+        b"containers: !!python/object/apply:os.system [id]\n",
+        b"a: {" * 2000,
+        b"a: &a [x]\n"
+        + b"".join(b"%c: &%c [%s]\n" % (98 + i, 98 + i, b",".join([b"*%c" % (97 + i)] * 9)) for i in range(9)),
+        b"x" * (1 << 20) + b"yy",
+    ],
+    ids=["empty", "list", "text", "binary", "loop", "object", "deep", "laughs", "huge"],
+)
+def test_hostile_or_senseless_files_are_refused_in_one_sentence(tmp_path: Path, text: bytes) -> None:
+    assert refused(tmp_path, text)
+
+
+def test_without_a_file_the_ways_to_name_one_are_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("DFLASH_INVENTORY", raising=False)
+    with pytest.raises(ConfigurationError) as caught:
+        load_inventory()
+    assert "inventory.yaml" in caught.value.message
+    assert "DFLASH_INVENTORY" in caught.value.hint
+
+
+def test_the_variable_names_the_file_and_the_option_wins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second = tmp_path / "first.yaml", tmp_path / "second.yaml"
+    first.write_text(GOOD)
+    second.write_text(GOOD.replace("main", "other"))
+    monkeypatch.setenv("DFLASH_INVENTORY", str(first))
+    assert load_inventory().container(None)[0] == "main"
+    assert load_inventory(second).container(None)[0] == "other"
+
+
+def test_an_inventory_without_any_is_told_where_to_add_one(tmp_path: Path) -> None:
+    (tmp_path / "inventory.yaml").write_text("containers: {}")
+    inventory = load_inventory(tmp_path / "inventory.yaml")
+    for choose, what in (
+        (inventory.container, "container"),
+        (inventory.job, "job"),
+        (inventory.environment, "environment"),
+    ):
+        with pytest.raises(UsageError, match=f"no {what}s") as caught:
+            choose(None)
+        assert caught.value.hint == f"add one under `{what}s:` of {inventory.path}"
+
+
+def test_what_is_not_said_is_asked_for_when_there_are_several(tmp_path: Path) -> None:
+    text = GOOD + "  other:\n    config: {}\n"
+    load(tmp_path, text)
+    inventory = load_inventory(tmp_path / "inventory.yaml")
+    with pytest.raises(UsageError, match="2 jobs"):
+        inventory.job(None)
+    with pytest.raises(UsageError, match="no job 'nosuch'"):
+        inventory.job("nosuch")
+    assert inventory.job("other")[0] == "other"
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "said"),
+    [
+        ("containers:\n", "targets:\n", ":4: `targets` is now spelled `containers` (write `containers:` there)"),
+        ("hosts:\n", "default_target: main\nhosts:\n", ":1: `default_target` is now spelled `default_container`"),
+        ("  smoke:\n", "  smoke:\n    targets: [main]\n", ": `jobs.smoke.targets` is now spelled `containers`"),
+    ],
+)
+def test_an_inventory_of_the_old_spelling_is_told_the_new_one(tmp_path: Path, old: str, new: str, said: str) -> None:
+    assert said in refused(tmp_path, GOOD.replace(old, new, 1))

@@ -1,0 +1,87 @@
+"""A status is drawn: series, counts, workers, the live view."""
+
+from __future__ import annotations
+
+import json
+import time
+
+import pytest
+
+from dflash_ops.errors import Exit
+from dflash_ops.run.status import Status
+from dflash_ops.show import status as render
+from dflash_ops.verbs.status import status
+from tests.ops.container import ABSENT, WELL, Container, alive, ended, shown
+
+
+def test_status_shows_probes_progress_and_job(container: Container) -> None:
+    container.run("r1", alive())
+    text = shown(render.status_view(status(container.session(), "r1")))
+    for part in ("r1  running", "unit  ✓", "log   ✓", "gpu   –", "3/20", "loss 3.800", "smoke on lab", "ann@laptop"):
+        assert part in text
+
+
+def test_status_of_a_failed_run_shows_the_end_of_its_log(container: Container) -> None:
+    folder = container.run("r1", ABSENT, exit=ended("exit-code", "exited", "1"))
+    (folder / "log").write_text("Traceback (most recent call last):\nValueError: \x1b[2J17 rows, 16 wanted\n")
+    answer = status(container.session(), "r1")
+    text = shown(render.status_view(answer))
+    assert answer.exit_code == Exit.RUN_FAILED
+    assert "│ ValueError: \\x1b[2J17 rows, 16 wanted" in text
+
+
+def test_a_run_that_ended_has_no_time_left(container: Container) -> None:
+    folder = container.run("r1", alive(), steps=3)
+    steps = [{"kind": "step", "step": i, "total_steps": 20, "time": 1000.0 + 60 * i} for i in (1, 2, 3)]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(step) + "\n" for step in steps))
+    assert " left" in shown(render.status_view(status(container.session(), "r1")))
+    (folder / "exit.json").write_text(json.dumps({**WELL, "result": "signal", "exit_code": "killed"}))
+    container.units["dflash-r1.service"] = ABSENT
+    assert " left" not in shown(render.status_view(status(container.session(), "r1")))
+
+
+@pytest.mark.parametrize(
+    ("values", "bars"),
+    [
+        ([], ""),
+        ([None, float("nan")], ""),
+        ([1.0], "▄"),
+        ([2.0, 2.0, 2.0], "▄▄▄"),
+        ([0.0, 1.0], "▁█"),
+        ([0.0, None, 7.0], "▁█"),
+        ([float(i) for i in range(8)], "▁▂▃▄▅▆▇█"),
+    ],
+)
+def test_a_sparkline_spans_from_the_smallest_to_the_largest(values: list[float | None], bars: str) -> None:
+    assert render.sparkline(values) == bars
+
+
+def test_a_long_series_is_drawn_in_the_width_that_there_is() -> None:
+    assert len(render.sparkline([float(i) for i in range(1000)], 24)) == 24
+
+
+@pytest.mark.parametrize(("value", "text"), [(940, "940"), (4321, "4.3k"), (123_456, "123k"), (1.2e6, "1.2M")])
+def test_counts_are_short(value: float, text: str) -> None:
+    assert render.count(value) == text
+
+
+def test_the_watch_view_ends_with_the_last_status(container: Container, capsys: pytest.CaptureFixture[str]) -> None:
+    container.run("r1", alive())
+    answer: Status = status(container.session(), "r1")
+    assert render.show_watch(iter([answer])) is answer
+    assert "r1  running" in capsys.readouterr().out
+
+
+def test_the_workers_and_the_bottleneck_are_shown_as_the_trainer_reports_them(container: Container) -> None:
+    folder = container.run("r1", alive())
+    workers = {
+        "target 0": {"busy": 0.98, "rows": 3},
+        "drafter 0": {"busy": 0.44},
+        "balance": {"bottleneck": "targets"},
+        "queues": {"rows": 0.2},
+    }
+    record = {"kind": "step", "step": 4, "total_steps": 20, "time": time.time(), "loss": 3.0, "workers": workers}
+    with (folder / "metrics.jsonl").open("a") as stream:
+        stream.write(json.dumps(record) + "\n")
+    text = shown(render.status_view(status(container.session(), "r1")))
+    assert "target 0 98%, drafter 0 44%; bottleneck: targets" in text

@@ -1,0 +1,229 @@
+"""Checkpoints that are whole or absent, whatever happens while they are written."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import random
+import resource
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from trainer.config.sections import CheckpointConfig
+from trainer.run.checkpoint import CheckpointError, WholeCheckpoint, newest_valid, read, resolve, save
+
+
+def tensors(step: int, size: int = 64) -> dict[str, Tensor]:
+    return {"weight": torch.full((size, size), float(step)), "norm.weight": torch.arange(size).float() + step}
+
+
+def write(
+    folder: Path, step: int, *, keep_last: int = 3, keep_best: bool = False, size: int = 64, **metrics: float
+) -> Path:
+    return save(
+        folder,
+        step,
+        model=tensors(step, size),
+        optimizer=tensors(-step, size),
+        drafter_config={"block_size": 8},
+        run={"next_row": 2 * step},
+        metrics=metrics,
+        keep=CheckpointConfig(keep_last=keep_last, keep_best=keep_best),
+    )
+
+
+def assert_holds(checkpoint: WholeCheckpoint | None, step: int, size: int = 64) -> None:
+    assert checkpoint is not None
+    assert checkpoint.step == step
+    for found, expected in ((checkpoint.model(), tensors(step, size)), (checkpoint.optimizer(), tensors(-step, size))):
+        assert found.keys() == expected.keys()
+        assert all(torch.equal(found[name], expected[name]) for name in expected)
+    assert checkpoint.run() == {"next_row": 2 * step}
+    assert checkpoint.drafter_config() == {"block_size": 8}
+
+
+def steps(folder: Path) -> list[int]:
+    return sorted(int(path.name.removeprefix("step-")) for path in folder.glob("step-*"))
+
+
+def test_what_was_saved_comes_back(tmp_path: Path) -> None:
+    path = write(tmp_path / "checkpoints", 200, accept_length=2.5)
+    assert path.name == "step-00000200"
+    checkpoint = newest_valid(tmp_path / "checkpoints")
+    assert_holds(checkpoint, 200)
+    assert checkpoint is not None
+    assert checkpoint.metrics == {"accept_length": 2.5}
+    assert {p.name for p in (tmp_path / "checkpoints").iterdir()} == {"step-00000200"}
+
+
+def test_views_and_transposed_tensors_are_saved_by_value(tmp_path: Path) -> None:
+    base = torch.arange(12.0).reshape(3, 4)
+    options = {"drafter_config": {}, "run": {}, "metrics": {}, "keep": CheckpointConfig()}
+    path = save(tmp_path, 1, model={"a": base.T, "b": base[1:]}, optimizer={}, **options)  # type: ignore[arg-type]
+    assert torch.equal(read(path).model()["a"], base.T)
+    assert torch.equal(read(path).model()["b"], base[1:])
+
+
+def test_no_checkpoints_is_none_and_no_error(tmp_path: Path) -> None:
+    assert newest_valid(tmp_path / "absent") is None
+    (tmp_path / "step-0000notanumber").mkdir()
+    (tmp_path / "step-00000003").write_text("a file, not a folder")
+    assert newest_valid(tmp_path) is None
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "optimizer.safetensors", "config.json", "run.json"])
+@pytest.mark.parametrize("damage", ["flip", "truncate", "remove"])
+def test_a_damaged_newest_checkpoint_is_passed_over_with_a_warning(
+    tmp_path: Path, name: str, damage: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    write(tmp_path, 1)
+    victim = write(tmp_path, 2) / name
+    content = bytearray(victim.read_bytes())
+    if damage == "flip":
+        content[len(content) // 2] ^= 1
+        victim.write_bytes(content)
+    elif damage == "truncate":
+        victim.write_bytes(content[:-1])
+    else:
+        victim.unlink()
+    with caplog.at_level(logging.WARNING):
+        assert_holds(newest_valid(tmp_path), 1)
+    assert "step-00000002" in caplog.text
+    assert name in caplog.text
+
+
+@pytest.mark.parametrize("manifest", ["", "{", "[]", "{}", '{"format": 1}', '{"format": 1, "files": {"x": 3}}'])
+def test_a_broken_manifest_is_damage_not_a_crash(tmp_path: Path, manifest: str) -> None:
+    write(tmp_path, 1)
+    (write(tmp_path, 2) / "manifest.json").write_text(manifest)
+    assert_holds(newest_valid(tmp_path), 1)
+
+
+def test_a_newer_format_is_refused_by_number(tmp_path: Path) -> None:
+    path = write(tmp_path, 1)
+    manifest = json.loads((path / "manifest.json").read_text())
+    (path / "manifest.json").write_text(json.dumps(manifest | {"format": 9}))
+    with pytest.raises(CheckpointError, match="format 9"):
+        read(path)
+
+
+def test_the_newest_and_the_best_are_kept(tmp_path: Path) -> None:
+    for step, length in ((10, 1.0), (20, 3.0), (30, 2.0), (40, 2.5), (50, 2.4)):
+        write(tmp_path, step, keep_last=2, keep_best=True, accept_length=length)
+    assert steps(tmp_path) == [20, 40, 50]
+    write(tmp_path, 60, keep_last=2, keep_best=True, accept_length=3.5)
+    assert steps(tmp_path) == [50, 60]
+
+
+def test_without_a_length_only_the_newest_are_kept(tmp_path: Path) -> None:
+    for step in (1, 2, 3):
+        write(tmp_path, step, keep_last=1, keep_best=True)
+    assert steps(tmp_path) == [3]
+
+
+def test_a_run_that_resumed_earlier_leaves_later_checkpoints_until_it_replaces_them(tmp_path: Path) -> None:
+    write(tmp_path, 10)
+    (write(tmp_path, 30) / "run.json").write_text("rotten")
+    write(tmp_path, 20, keep_last=1)
+    assert steps(tmp_path) == [20, 30]
+    write(tmp_path, 30, keep_last=1)
+    assert steps(tmp_path) == [30]
+    assert_holds(newest_valid(tmp_path), 30)
+
+
+def test_the_checkpoint_that_a_run_resumed_from_is_left_as_it_is(tmp_path: Path) -> None:
+    before = write(tmp_path, 10).stat().st_ino
+    assert write(tmp_path, 10).stat().st_ino == before
+    assert_holds(newest_valid(tmp_path), 10)
+
+
+def test_leftovers_of_a_killed_writer_are_removed(tmp_path: Path) -> None:
+    for name in (".unfinished-step-00000001", ".discarded-step-00000001"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "model.safetensors").write_text("half")
+    write(tmp_path, 1)
+    assert {p.name for p in tmp_path.iterdir()} == {"step-00000001"}
+
+
+@pytest.mark.parametrize("deep", ["", "checkpoints", "checkpoints/step-00000007"])
+def test_a_checkpoint_a_folder_of_them_and_a_run_directory_all_name_it(tmp_path: Path, deep: str) -> None:
+    write(tmp_path / "checkpoints", 7)
+    assert_holds(resolve(tmp_path / deep), 7)
+
+
+def test_a_folder_without_a_checkpoint_is_refused_with_the_cure(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="name a run directory"):
+        resolve(tmp_path)
+
+
+@contextlib.contextmanager
+def full_disk(folder: Path) -> Iterator[None]:
+    """A file system of 200 KiB where root may mount one, else a limit of 100 KB a file."""
+    if os.geteuid() == 0 and mounted(folder):
+        try:
+            yield
+        finally:
+            subprocess.run(["umount", str(folder)], check=True)
+        return
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def mounted(folder: Path) -> bool:
+    command = ["mount", "-t", "tmpfs", "-o", "size=200k", "tmpfs", str(folder)]
+    return subprocess.run(command, check=False, capture_output=True).returncode == 0
+
+
+def test_a_full_disk_costs_the_new_checkpoint_only(tmp_path: Path) -> None:
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    with full_disk(folder):
+        write(folder, 1)
+        for _ in range(2):
+            with pytest.raises(CheckpointError, match=r"step 2 not written .*(disk is full|too large)"):
+                write(folder, 2, size=400)
+            assert {p.name for p in folder.iterdir()} == {"step-00000001"}
+            assert_holds(newest_valid(folder), 1)
+        write(folder, 3)  # and once it fits again, all goes on
+        assert_holds(newest_valid(folder), 3)
+
+
+def test_a_folder_that_cannot_be_written_is_one_sentence(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(CheckpointError, match="not written"):
+        write(tmp_path / "file" / "checkpoints", 1)
+
+
+def test_a_writer_killed_at_any_instant_leaves_whole_checkpoints_only(tmp_path: Path) -> None:
+    rng = random.Random(0)
+    newest = 0
+    for _ in range(20):
+        child = os.fork()
+        if child == 0:
+            for step in range(newest + 1, newest + 1000):
+                write(tmp_path, step, keep_last=2, size=128)
+            os._exit(0)
+        # At least one step each time, whatever the machine's speed; then at any instant of the next ones.
+        while not steps(tmp_path) or steps(tmp_path)[-1] == newest:
+            time.sleep(0.001)
+        time.sleep(0.05 * rng.random())
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        names = steps(tmp_path)
+        for step in names:
+            assert_holds(read(tmp_path / f"step-{step:08d}"), step, size=128)
+        assert names[-1] > newest  # never back
+        newest = names[-1]

@@ -1,0 +1,1 @@
+"""Measures the pipeline and its parts; see `trainer.commands.bench`."""

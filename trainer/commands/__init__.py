@@ -1,0 +1,1 @@
+"""Holds one module for each command of `python -m trainer` beside `run` and `config`."""

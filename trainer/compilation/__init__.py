@@ -1,0 +1,1 @@
+"""Alone touches torch.compile, CUDA graphs, tracing state and the compile cache."""

@@ -1,0 +1,1 @@
+"""Connects the drafters of a run, in one process or in several."""

@@ -1,0 +1,134 @@
+"""Answers the pipeline's hooks: telemetry, checkpoints, sd_notify and signals."""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from trainer.config.sections import RunConfig
+from trainer.data import RowSource
+from trainer.drafter.config import DrafterConfig
+from trainer.pipeline.types import Hooks, StepReport, TrainState
+from trainer.run import checkpoint
+from trainer.run.notify import Notifier
+from trainer.run.signals import Signals
+from trainer.run.telemetry import Telemetry, checkpoint_metrics, pool, status_line
+
+logger = logging.getLogger(__name__)
+
+
+# Loading, compiling and the last save are silences in which no step can prove progress.
+SILENCE_SECONDS = 1800.0
+METRICS_SECONDS = 2.0  # for the metrics of a step to be written before its checkpoint is
+
+
+class Watch:
+    """The caller's side of `Hooks`: telemetry, checkpoints, sd_notify, and the answers to signals.
+
+    Without `telemetry` nothing is written: so it is in all processes but the first.
+    """
+
+    def __init__(
+        self,
+        run_dir: Path,
+        settings: RunConfig,
+        source: RowSource,
+        rows: int,
+        drafter_config: DrafterConfig,
+        telemetry: Telemetry | None,
+        notifier: Notifier,
+        signals: Signals,
+    ) -> None:
+        self._run_dir = run_dir
+        self._settings = settings
+        self._source = source
+        self._rows = rows  # of a step
+        self._drafter_config = drafter_config
+        self._telemetry = telemetry
+        self._notifier = notifier
+        self._signals = signals
+        self._trained = False
+        self._reported = 0  # the newest step whose metrics are written
+        self._progress = threading.Condition()
+
+    def hooks(self) -> Hooks:
+        """What the pipeline calls."""
+        return Hooks(
+            on_status=self._on_status,
+            on_compiled=self._on_compiled,
+            on_step=self._on_step,
+            on_failure=self._expect_the_end,
+            should_stop=self._should_stop,
+            should_checkpoint=self._signals.take_checkpoint_request,
+            save=self._save,
+        )
+
+    def close(self) -> None:
+        """Write what is pending."""
+        if self._telemetry is not None:
+            self._telemetry.close()
+
+    def _on_status(self, text: str) -> None:
+        if self._telemetry is not None:
+            logger.info("%s", text)
+        self._notifier.status(text)
+
+    def _on_compiled(self, reports: list[dict[str, Any]]) -> None:
+        if self._telemetry is None:
+            return
+        path = self._run_dir / "compile.json"
+        unfinished = path.with_suffix(".unfinished")
+        unfinished.write_text(json.dumps(reports, indent=2, default=str) + "\n")
+        unfinished.replace(path)
+
+    def _on_step(self, report: StepReport) -> None:
+        if not self._trained:
+            self._trained = True
+            self._notifier.expect_progress()
+            self._notifier.ready()
+        self._notifier.ping()
+        self._notifier.status(status_line(pool([report])))
+        if self._telemetry is not None and (record := self._telemetry.step(report)) is not None:
+            logger.info("%s", status_line(record))
+        with self._progress:
+            self._reported = report.step
+            self._progress.notify_all()
+
+    def _should_stop(self) -> bool:
+        self._signals.training = True  # whoever asks will end the run in order
+        if not self._signals.stop:
+            return False
+        self._expect_the_end()
+        return True
+
+    def _expect_the_end(self) -> None:
+        """No step proves progress from now on: the watchdog must leave the time to save."""
+        self._notifier.stopping()
+        self._notifier.expect_silence(SILENCE_SECONDS)
+
+    def _save(self, state: TrainState, sums: Tensor | None) -> None:
+        # A run killed between a checkpoint and its step's metrics would resume behind a line that was never written.
+        # Bounded, because a failing run may have no one left who writes them.
+        with self._progress:
+            self._progress.wait_for(lambda: self._reported >= state.step, timeout=METRICS_SECONDS)
+        path = checkpoint.save(
+            self._run_dir / "checkpoints",
+            state.step,
+            model=state.drafter,
+            optimizer=state.optimizer,
+            drafter_config=self._drafter_config.to_json("float32"),
+            run={
+                "config": self._settings.model_dump(mode="json"),
+                "next_row": state.step * self._rows,
+                "rows_per_step": self._rows,
+                "content_hash": self._source.content_hash,
+            },
+            metrics=checkpoint_metrics(sums) if sums is not None else {},
+            keep=self._settings.checkpoint,
+        )
+        logger.info("checkpoint of step %d: %s", state.step, path)

@@ -1,0 +1,1 @@
+"""Runs the frozen target and hands out its features."""
