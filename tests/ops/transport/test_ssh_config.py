@@ -373,3 +373,41 @@ def test_what_only_openssh_follows_is_named(sshd: Server, tmp_path: Path) -> Non
     assert error.code == 78
     assert "proxyusefdpass" in error.message
     assert "via: openssh" in error.hint
+
+
+# ---- what needs the ssh client -----------------------------------------------------------------------------
+
+
+def test_a_control_master_of_the_users_own_is_used(
+    sshd: Server, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    config = tmp_path / "config"
+    control = tmp_path_factory.mktemp("c")  # a socket's path is short
+    config.write_text(f"ControlPath {control}/%p\n{base(sshd)}")
+    master = subprocess.Popen(
+        ["ssh", "-F", str(config), "-M", "-N", "-o", "BatchMode=yes", "nick"],
+        stdin=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    end = time.monotonic() + 20
+    while not (control / str(sshd.port)).exists() and time.monotonic() < end:
+        time.sleep(0.02)
+    # As after a second factor that was given by hand: no key of ours opens another connection.
+    config.write_text(config.read_text().replace(f"{sshd.folder}/user", "none") + " IdentityAgent none\n")
+    entry = {"address": "nick", "ssh_config": str(config), "via": "openssh"}
+    assert ask(open_host(tmp_path, main=entry), tmp_path)
+    assert master.poll() is None, "it is not ours to end"
+    master.terminate()
+    master.wait(10)
+    with pytest.raises(NotPermitted):
+        ask(open_host(tmp_path, main=entry), tmp_path)
+
+
+def test_a_second_factor_is_said(via: str, tmp_path: Path) -> None:
+    with running_sshd(tmp_path, AuthenticationMethods="publickey,password", PasswordAuthentication="yes") as found:
+        found.via = via
+        error = refusal(tmp_path, **found.entry())
+    assert error.code == 77
+    assert "took the key" in error.message
+    assert "password" in error.message
+    assert "ControlMaster" in error.hint
