@@ -25,6 +25,7 @@ from dflash_ops.transport.base import (
 )
 from dflash_ops.transport.framed import FramedTransport
 from dflash_ops.transport.hosts import ssh_host
+from dflash_ops.transport.known_hosts import UnknownKey
 from dflash_ops.transport.program import BOOTSTRAP
 from dflash_ops.verbs.trust import trust
 from tests.ops.sshd import NEEDS_SSHD, Server, ask, free_port, make_inventory, open_host, refusal
@@ -109,6 +110,22 @@ def test_trust_writes_what_was_accepted_and_ssh_reads_it(server: Server, tmp_pat
     assert known.read_text() == f"# a comment without an end\n{server.known_line}"
     assert trust(inventory, "main", lambda key: False).accepted == []
     assert ask(ssh_host("main", inventory), tmp_path) == {"environments": [], "interpreters": {}}
+
+
+def test_trust_asks_about_each_hop(server: Server, tmp_path: Path) -> None:
+    known = str(tmp_path / "known")
+    hop = server.entry(address="localhost", known_hosts=known)
+    inventory = make_inventory(tmp_path, main=server.entry(known_hosts=known, jump=["hop"]), hop=hop)
+    asked: list[str] = []
+
+    def accept(key: UnknownKey) -> bool:
+        asked.append(key.host)
+        return True
+
+    report = trust(inventory, "main", accept)
+    assert asked == [f"[localhost]:{server.port}", f"[127.0.0.1]:{server.port}"]
+    assert [key.host for key in report.accepted] == asked
+    assert report.logged_in
 
 
 def test_trust_never_takes_a_changed_key(server: Server, tmp_path: Path) -> None:
