@@ -32,7 +32,13 @@ from trainer.devices import find_device
 
 
 def main(options: argparse.Namespace) -> int:
-    """Run one benchmark."""
+    """Run one benchmark and print its line of JSON."""
+    print(json.dumps(measure(options), default=str))
+    return 0
+
+
+def measure(options: argparse.Namespace) -> dict[str, Any]:
+    """Run one benchmark; returns what its line of JSON says."""
     gpu = torch.cuda.is_available()
     options.preset = options.preset or ("smollm2" if gpu else "tiny")
     options.mode = options.mode or ("graph" if gpu else "eager")
@@ -46,9 +52,7 @@ def main(options: argparse.Namespace) -> int:
     run = {"pipeline": pipeline, "target": target, "threads": threads, "step": step, "first-step": first_step}[
         options.benchmark
     ]
-    result = {"benchmark": options.benchmark, "machine": machine(), "preset": options.preset, **run(options)}
-    print(json.dumps(result, default=str))
-    return 0
+    return {"benchmark": options.benchmark, "machine": machine(), "preset": options.preset, **run(options)}
 
 
 def machine() -> dict[str, Any]:
