@@ -27,12 +27,12 @@ from dflash_ops.transport.hosts import Accept
 from dflash_ops.transport.known_hosts import UnknownKey
 from dflash_ops.transport.local import LocalExchange
 from dflash_ops.transport.openssh_log import explain, explain_session, greeted, logged_in
-from dflash_ops.transport.ssh_config import Hop, NoKeyFile, client_arguments, way
+from dflash_ops.transport.ssh_config import Hop, client_arguments, way
 
-# Ends ssh when this process is gone: the pipe on its stdin closes then, whatever killed us.
+# Ends ssh and removes its folder ($0) when this process is gone: the pipe on stdin closes then, whatever killed us.
 _HOLD = (
-    'exec 3<&0; "$@" </dev/null 3<&- & ssh=$!; (read -r _ <&3; kill $ssh) 2>/dev/null & watcher=$!; exec 3<&-; '
-    "wait $ssh; status=$?; kill $watcher 2>/dev/null; exit $status"
+    'exec 3<&0; "$@" </dev/null 3<&- & ssh=$!; (read -r _ <&3; rm -rf "$0"; kill $ssh) 2>/dev/null & '
+    "watcher=$!; exec 3<&-; wait $ssh; status=$?; kill $watcher 2>/dev/null; exit $status"
 )
 FIXED = {
     "BatchMode": "yes",
@@ -92,17 +92,12 @@ class OpenSshHost:
 
     def _connect(self) -> None:
         self.close()
-        entry = self._inventory.hosts[self.name]
         if shutil.which("ssh") is None:
             raise Misconfigured(
                 f"host {self.name} has `via: openssh`, and there is no `ssh` on this machine",
                 "install OpenSSH's client, or remove `via`",
             )
-        try:
-            self._hops = way(self.name, self._inventory)
-        except NoKeyFile as error:
-            error.hint = entry.cure or error.hint
-            raise
+        self._hops = way(self.name, self._inventory)
         self._folder = Path(tempfile.mkdtemp(prefix="dflash-"))
         self._theirs = self._their_master_lives()
         if self._theirs:
@@ -110,7 +105,7 @@ class OpenSshHost:
         argv = self._client(len(self._hops) - 1, ["-M", "-S", str(self._folder / "s"), "-N"], "master")
         with (self._folder / "stderr").open("wb") as stderr:
             self._master = subprocess.Popen(
-                ["/bin/sh", "-c", _HOLD, "sh", *argv],
+                ["/bin/sh", "-c", _HOLD, str(self._folder), *argv],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.DEVNULL,
                 stderr=stderr,

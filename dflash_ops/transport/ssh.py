@@ -32,7 +32,7 @@ from dflash_ops.transport.base import (
 )
 from dflash_ops.transport.known_hosts import UnknownKey
 from dflash_ops.transport.proxy_command import ProxyCommand
-from dflash_ops.transport.ssh_config import Hop, NoKeyFile, way
+from dflash_ops.transport.ssh_config import Hop, way
 from dflash_ops.transport.ssh_exchange import SshExchange
 from dflash_ops.transport.ssh_keys import Keys
 
@@ -118,12 +118,8 @@ class SshHost:
     def _connect(self) -> paramiko.Transport:
         self._close_current()
         gateway: Connection | None = None
-        try:
-            for hop in way(self.name, self._inventory):
-                gateway = self._open(hop, gateway)
-        except NoKeyFile as error:
-            error.hint = self._entry.cure or error.hint
-            raise
+        for hop in way(self.name, self._inventory):
+            gateway = self._open(hop, gateway)
         assert gateway is not None
         transport: paramiko.Transport = gateway.transport
         return transport
@@ -176,7 +172,9 @@ class SshHost:
         finally:
             if timer is not None:
                 timer.cancel()
-            logging.getLogger(_channel(said)).setLevel(logging.CRITICAL)
+            logger = logging.getLogger(_channel(said))
+            logger.setLevel(logging.CRITICAL)
+            logger.removeHandler(said)
         connection.transport.set_keepalive(KEEPALIVE)
         return connection
 

@@ -25,12 +25,8 @@ RESOLVE_TIMEOUT = 15  # seconds; `Match exec` runs commands of the user's
 MAX_HOPS = 8
 DEFAULT_KEYS = re.compile(r"~/\.ssh/id_\w+")  # what ssh tries when no IdentityFile is set
 # Their absence would change which machine is reached, or whether its key is believed.
-ONLY_OPENSSH = ("proxyusefdpass", "knownhostscommand", "revokedhostkeys", "bindinterface", "pkcs11provider")
+ONLY_OPENSSH = ("proxyusefdpass", "knownhostscommand", "revokedhostkeys", "bindinterface")
 Found = dict[str, list[str]]  # keyword in small letters: its values
-
-
-class NoKeyFile(Misconfigured):
-    """A host that a command raises has none while it is down."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,9 +201,11 @@ def _hop(name: str, entry: HostEntry, inventory: Inventory, asked: str, found: F
     if entry.identity is not None:
         identity = inventory.resolve(entry.identity)
         if not identity.is_file():
-            raise NoKeyFile(
+            # A host that a command raises has no key while it is down.
+            raise Misconfigured(
                 f"the key file {identity} of host {name} does not exist",
-                f"correct `identity` of host {name}, or create one with `ssh-keygen -t ed25519 -f {identity}`",
+                entry.cure
+                or f"correct `identity` of host {name}, or create one with `ssh-keygen -t ed25519 -f {identity}`",
             )
         identities = [identity] if defaults else [identity, *identities]
     if entry.known_hosts is not None:

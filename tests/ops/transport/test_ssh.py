@@ -160,6 +160,8 @@ def test_a_key_file_that_is_missing_or_no_key_is_named(server: Server, tmp_path:
     error = refusal(tmp_path, **server.entry(identity=str(tmp_path / "nosuch")))
     assert isinstance(error, Misconfigured)
     assert "nosuch" in error.message
+    error = refusal(tmp_path, **server.entry(identity=str(tmp_path / "nosuch"), cure="run `make up`"))
+    assert error.hint == "run `make up`"
     (tmp_path / "text").write_text("not a key\n")
     assert refusal(tmp_path, **server.entry(identity=str(tmp_path / "text"))).code == 77
 

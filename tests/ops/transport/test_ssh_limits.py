@@ -8,6 +8,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -81,6 +82,12 @@ def test_a_server_with_too_many_logins_is_tried_again(via: str, tmp_path: Path) 
         assert ask(open_host(tmp_path, main=server.entry(connect_timeout=20)), tmp_path)
 
 
+def test_six_logins_at_once_get_in_where_two_are_allowed(via: str, tmp_path: Path) -> None:
+    with limited(tmp_path, via, MaxStartups="2:100:2") as server, ThreadPoolExecutor(6) as pool:
+        hosts = [open_host(tmp_path, main=server.entry(connect_timeout=40)) for _ in range(6)]
+        assert all(pool.map(lambda host: ask(host, tmp_path), hosts))
+
+
 def test_a_server_that_stays_full_names_the_limit(via: str, tmp_path: Path) -> None:
     with limited(tmp_path, via, MaxStartups="1:100:1") as server, unauthenticated(server):
         error = refusal(tmp_path, **server.entry(connect_timeout=1))
@@ -148,8 +155,10 @@ def test_via_is_paramiko_or_openssh() -> None:
 def test_the_ssh_client_ends_with_us(sshd: Server, tmp_path: Path) -> None:
     host = open_host(tmp_path, main={**sshd.entry(), "via": "openssh"})
     host.connect()
-    master = host._master  # type: ignore[attr-defined]
+    master, folder = host._master, host._folder  # type: ignore[attr-defined]
     assert master.poll() is None
+    assert folder.exists()
     master.stdin.close()  # as when this process is killed
     master.wait(10)
+    assert not folder.exists()
     host.close()
