@@ -27,7 +27,7 @@ from dflash_ops.options import (
 from dflash_ops.streams import no_reader
 
 if TYPE_CHECKING:
-    from dflash_ops.transport.ssh import UnknownKey
+    from dflash_ops.transport.known_hosts import UnknownKey
 
 
 class Verbs(TyperGroup):
@@ -420,7 +420,7 @@ def trust(
 ) -> None:
     """Show a host's key and write it to known_hosts once you agree. A changed key is refused.
 
-    Only plain keys count: ssh's HostKeyAlias and @cert-authority lines are not honoured.
+    @cert-authority lines are honoured only for a host with `via: openssh`.
     """
     from dflash_ops.inventory.load import load_inventory
     from dflash_ops.show.answers import show_trust

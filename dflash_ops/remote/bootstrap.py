@@ -44,6 +44,8 @@ def start(sources: "dict[str, str]", request: bytes) -> None:
     if sys.version_info < (3, 8):
         sys.stdout.write("\n@@DFLASH no-python3\n")
         return
+    sys.stdout.write("\n@@DFLASH started\n")
+    sys.stdout.flush()
     sys.meta_path.insert(0, _Shipped(sources))
     os.umask(0o022)  # pct hands on the caller's umask and directory
     os.chdir("/")

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from dflash_ops.errors import DflashError, Exit
+from dflash_ops.transport import node_words
 from dflash_ops.transport.base import (
     ConnectionLost,
     Deadline,
@@ -96,7 +97,10 @@ class FramedTransport:
     def _silence(self, program: Program, exchange: Exchange, decoder: FrameDecoder) -> DflashError:
         """The command ended without a result: find out why from what it said."""
         text = (exchange.stderr + b"\n" + decoder.noise_tail).decode("utf-8", "backslashreplace")
-        return self._explain(text, exchange.status) or ConnectionLost(
+        known = self._explain(text, exchange.status)
+        if known is None and not decoder.started:
+            known = node_words.explain(text, exchange.status, self._host.label)
+        return known or ConnectionLost(
             f"`{program.verb}` ended in the container without an answer (exit code {exchange.status})",
             "try again; --debug shows what was said instead",
             detail=text.strip(),

@@ -13,6 +13,7 @@ from typing import Any
 from dflash_ops.remote.protocol import MARK
 from dflash_ops.transport.base import BadAnswer, NoPython
 
+STARTED = b"started"  # the first line that a program sends
 MAX_FRAME = 8 * 1024 * 1024
 MAX_NOISE = 16 * 1024 * 1024  # between two frames: a motd is never that long
 MAX_ANSWER = 256 * 1024 * 1024  # of a program that is run to its end: its events are kept until then
@@ -35,6 +36,7 @@ class FrameDecoder:
         self._body = bytearray()  # those that came, the newline after them too
         self._missing = 0  # those that have yet to come
         self._noise = 0
+        self.started = False  # a program runs: what is said from now on, the container says
         self.noise_tail = b""  # the last noise, for error messages
 
     def feed(self, data: bytes) -> Iterator[Parsed]:
@@ -72,6 +74,9 @@ class FrameDecoder:
         if not is_frame:
             return None
         self._noise = 0
+        self.started = True
+        if line[len(MARK) :].strip() == STARTED:
+            return None
         kind, value, size = self._parse(line[len(MARK) :])
         if size is None:
             return kind, value

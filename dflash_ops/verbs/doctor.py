@@ -132,11 +132,11 @@ def _ask_node(session: Session, entry: ContainerEntry, vmid: int) -> Node:
     """Raises NoPython when the host has none of its own, other DflashErrors when it was not reached."""
     from dflash_ops.transport.base import Program
     from dflash_ops.transport.framed import FramedTransport
+    from dflash_ops.transport.hosts import ssh_host
     from dflash_ops.transport.program import BOOTSTRAP
-    from dflash_ops.transport.ssh import SshHost
 
     host = session.inventory.hosts[entry.host]
-    transport = FramedTransport(SshHost(entry.host, session.inventory), BOOTSTRAP, lambda text, status: None)
+    transport = FramedTransport(ssh_host(entry.host, session.inventory), BOOTSTRAP, lambda text, status: None)
     try:
         request: NodeRequest = {"do": "node", "container": vmid, "sudo": host.sudo}
         return parsed(Node, transport.run(Program("doctor"), request, deadline=60).value)

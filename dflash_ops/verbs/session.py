@@ -95,10 +95,10 @@ def open_transport(inventory: Inventory, container: str) -> Transport:
         from dflash_ops.transport.local import local_transport
 
         return local_transport()
+    from dflash_ops.transport.hosts import ssh_host
     from dflash_ops.transport.pct import enter_command, explain
-    from dflash_ops.transport.ssh import SshHost
 
     command = enter_command(entry, sudo=inventory.hosts[entry.host].sudo)
     return FramedTransport(
-        SshHost(entry.host, inventory), command, lambda text, status: explain(text, status, entry, entry.host)
+        ssh_host(entry.host, inventory), command, lambda text, status: explain(text, status, entry, entry.host)
     )
