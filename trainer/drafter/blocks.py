@@ -42,8 +42,8 @@ class Blocks(NamedTuple):
     labels: Tensor
     """[A, B-1] int64: the token at each slot; 0 where there is none to learn."""
     label_mask: Tensor
-    """[A, B-1] bool: slot k counts iff the anchor is valid and row[anchor + 1] to row[anchor + k] are all supervised and
-    of the document. Decoding never gets behind a gap, so slots there would only take weight from those that it reads."""
+    """[A, B-1] bool: slot k counts iff the anchor is valid and row[anchor + 1] to row[anchor + k] are all supervised
+    and of the document. Decoding never gets behind a gap: slots there would take weight from those that it reads."""
 
 
 def make_blocks(
