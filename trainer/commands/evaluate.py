@@ -38,6 +38,7 @@ from trainer.drafter.released import fingerprint, read_drafter
 from trainer.inputs import HUMAN_EVAL, PACKAGES, require_prompts, require_target
 from trainer.pretrained import load_model, load_tokenizer, stop_tokens
 from trainer.run.checkpoint import find_drafter
+from trainer.target.continuation import refuse_wrong_blocks
 from trainer.wording import count
 
 _log = logging.getLogger(__name__)
@@ -295,8 +296,9 @@ def _decoder(
     config: TargetConfig, drafter: DFlashDrafter, device: torch.device, tokenizer: Any
 ) -> tuple[SpeculativeDecoder, frozenset[int]]:
     model = load_model(config, device)
-    drafter = drafter.to(device, getattr(torch, config.dtype))
-    return SpeculativeDecoder(model, drafter), stop_tokens(model, tokenizer)
+    decoder = SpeculativeDecoder(model, drafter.to(device, getattr(torch, config.dtype)))
+    refuse_wrong_blocks(model)
+    return decoder, stop_tokens(model, tokenizer)
 
 
 def _target_config(options: argparse.Namespace, run: Mapping[str, Any] | None) -> TargetConfig:

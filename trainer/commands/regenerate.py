@@ -33,6 +33,7 @@ from trainer.data.templates import RefusedChatError, read_template
 from trainer.devices import find_device
 from trainer.inputs import require_prompts, require_target
 from trainer.pretrained import load_model, load_tokenizer, stop_tokens
+from trainer.target.continuation import refuse_wrong_answers
 from trainer.wording import count
 
 _log = logging.getLogger(__name__)
@@ -234,7 +235,9 @@ def regenerate(
                 advance(1)
         # Long prompts first: memory runs out at once or never, and neighbours need little padding.
         waiting.sort(key=lambda pair: (-len(pair[0]), pair[1].prompt.id))
-        writer = _Writer(load_model(config.target, device), tokenizer, device, sampling)
+        model = load_model(config.target, device)
+        refuse_wrong_answers(model, batch_size)
+        writer = _Writer(model, tokenizer, device, sampling)
         while waiting:
             batch, waiting = waiting[:batch_size], waiting[batch_size:]
             further: list[tuple[list[int], _Conversation]] = []
