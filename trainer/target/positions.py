@@ -23,10 +23,11 @@ def learned_positions(config: Any) -> int | None:
     positions = getattr(config.get_text_config(), "max_position_embeddings", None)
     if positions is None:
         return None
+    build: Any = AutoModelForCausalLM
     try:
         trusted = type(config).__module__.startswith("transformers_modules")  # else its code would not be here
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config, trust_remote_code=trusted)
+            model = build.from_config(config, trust_remote_code=trusted)
     except Exception as error:  # code of others, which was made to be built with memory
         _log.debug("whether positions of %s end is not known: %s", config.model_type, error)
         return None
