@@ -55,7 +55,7 @@ class WholeCheckpoint:
 
     path: Path
     step: int
-    metrics: dict[str, float]
+    metrics: dict[str, float | None]
 
     def model(self) -> dict[str, Tensor]:
         """The drafter's state_dict, fp32, on the CPU."""

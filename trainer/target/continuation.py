@@ -18,11 +18,14 @@ from transformers import DynamicCache
 
 from trainer.pretrained import TargetError
 from trainer.target.inputs import TargetInputs
-from trainer.target.trial import LAYER_TOLERANCE, TOLERANCE, disagreement
+from trainer.target.trial import disagreement
 
-# Logits of a right way part by this much at most. In half precision it depends on the depth of the target, so single
-# tokens, which every model reads right, say how much rounding alone does.
-EXACT, ROUNDINGS = 0.01, 4.0
+# By how much of their norm the logits of a right way may part. In float32 hardly. In half precision it grows with the
+# depth of the target (0.2 was seen of a right one with 48 random layers, 0.35 to 1.4 of wrong ones): what blocks do is
+# compared with what rounding alone does to single tokens, and HALF is always allowed; single tokens are compared
+# with WRONG.
+EXACT, HALF, ROUNDINGS, WRONG = 0.01, 0.05, 3.0, 0.5
+ODD = 23  # tokens of a text: no multiple of the chunks that linear attention cuts it into
 
 
 class TargetState:
@@ -89,27 +92,28 @@ class TargetState:
 @torch.inference_mode()
 def refuse_wrong_blocks(model: Any) -> None:
     """Raise TargetError unless blocks of tokens can be read behind a text, and in part be taken back."""
-    ids = _probe(model, 24 + 16)
+    text = ODD
+    ids = _probe(model, text + 11)
 
     def single() -> Tensor:
         state = TargetState(model, ())
-        state.read(ids[:24], last_only=True)
-        return torch.cat([state.read(ids[place : place + 1])[0] for place in range(24, 32)])
+        state.read(ids[:text], last_only=True)
+        return torch.cat([state.read(ids[place : place + 1])[0] for place in range(text, text + 8)])
 
     def blocks() -> Tensor:
         state = TargetState(model, ())
-        state.read(ids[:24], last_only=True)
-        first, _ = state.read(ids[24:32])
+        state.read(ids[:text], last_only=True)
+        first, _ = state.read(ids[text : text + 8])
         state.keep(3)
-        second, _ = state.read(ids[27:35])
+        second, _ = state.read(ids[text + 3 : text + 11])
         return torch.cat([first, second])
 
     what = "a block of tokens behind a text"
     whole = _attempt(model, what, lambda: model(input_ids=ids[None], use_cache=False).logits[0])
-    rounding = disagreement(_attempt(model, what, single), whole[24:32])
+    rounding = disagreement(_attempt(model, what, single), whole[text : text + 8])
     read = _attempt(model, what, blocks)
-    limit = EXACT if _is_exact(model) else max(LAYER_TOLERANCE, min(ROUNDINGS * rounding, TOLERANCE))
-    parted = max(disagreement(read[:8], whole[24:32]), disagreement(read[8:], whole[27:35]))
+    limit = EXACT if _is_exact(model) else max(HALF, ROUNDINGS * rounding)
+    parted = max(disagreement(read[:8], whole[text : text + 8]), disagreement(read[8:], whole[text + 3 :]))
     if not parted <= limit:  # nor not a number
         raise TargetError(
             f"{type(model).__name__} reads {what} otherwise than the whole text (its logits differ by {parted:.0%}): "
@@ -120,11 +124,11 @@ def refuse_wrong_blocks(model: Any) -> None:
 @torch.inference_mode()
 def refuse_wrong_answers(model: Any, batch_size: int) -> None:
     """Raise TargetError unless `generate` writes by the same logits as whole texts have, also in a batch."""
-    ids, padding = _probe(model, 24), 8
+    ids, padding = _probe(model, ODD), 8
     lines, mask = ids[None], torch.ones_like(ids)[None]
     if batch_size > 1:
-        lines = torch.stack([ids, torch.cat([torch.zeros_like(ids[:padding]), ids[: 24 - padding]])])
-        mask = torch.stack([mask[0], (torch.arange(24, device=ids.device) >= padding).long()])
+        lines = torch.stack([ids, torch.cat([torch.zeros_like(ids[:padding]), ids[: ODD - padding]])])
+        mask = torch.stack([mask[0], (torch.arange(ODD, device=ids.device) >= padding).long()])
     options = {"do_sample": False, "temperature": None, "top_p": None, "top_k": None, "pad_token_id": 0}
 
     def generate() -> tuple[Tensor, Tensor]:
@@ -140,7 +144,7 @@ def refuse_wrong_answers(model: Any, batch_size: int) -> None:
         return output.sequences, torch.stack(output.logits, dim=1)
 
     sequences, logits = _attempt(model, "a text token by token", generate)
-    limit = EXACT if _is_exact(model) else TOLERANCE
+    limit = EXACT if _is_exact(model) else WRONG
     for number, start in enumerate((0, padding)[: len(lines)]):
         whole = model(input_ids=sequences[number : number + 1, start:], use_cache=False).logits[0, -5:-1]
         parted = disagreement(logits[number], whole)

@@ -46,6 +46,16 @@ def test_targets_that_go_on_behind_a_text_are_taken(family: str, dtype: torch.dt
     refuse_wrong_answers(target, 4)
 
 
+@pytest.mark.parametrize("family", ["llama", "qwen3", "qwen3_5_text"])
+def test_the_rounding_of_a_deep_target_in_half_precision_is_not_taken_for_a_loss(family: str) -> None:
+    layers = {name: kinds * 8 for name, kinds in FAMILIES[family].items() if name == "layer_types"}
+    torch.manual_seed(0)
+    config = CONFIG_MAPPING[family](**SIZES | FAMILIES[family] | layers | {"num_hidden_layers": 48})
+    target = AutoModelForCausalLM.from_config(config).bfloat16().eval()
+    refuse_wrong_blocks(target)
+    refuse_wrong_answers(target, 4)
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("family", LOSE)
 def test_a_target_that_ignores_its_state_at_a_block_is_refused(family: str, dtype: torch.dtype) -> None:
