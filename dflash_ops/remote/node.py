@@ -24,7 +24,8 @@ def look(request: NodeRequest) -> Dict[str, Any]:
     """request: `container`, its number; `sudo`: go through `sudo -n`. The result is `dflash_ops.verbs.doctor.Node`."""
     vmid, prefix = str(int(request["container"])), ["sudo", "-n"] if request["sudo"] else []
     status = process.call([*prefix, PCT, "status", vmid], 20)
-    config = process.call([*prefix, PCT, "config", vmid], 20)
+    # Without --current it shows changes that wait for the container's next start as if they held already.
+    config = process.call([*prefix, PCT, "config", vmid, "--current"], 20)
     return {
         "user": os.geteuid(),
         "hostname": os.uname().nodename,

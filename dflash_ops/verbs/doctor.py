@@ -18,6 +18,7 @@ from dflash_ops.run.facts import Cache, DiskFacts, Facts, Imported, Python, Syst
 from dflash_ops.run.probes.gpu import GpuDevices, GpuNone, GpuUnknown
 from dflash_ops.text import age, counted, size, visible
 from dflash_ops.transport.base import NoPython, TransportError
+from dflash_ops.transport.pct import lock_cure
 from dflash_ops.verbs.session import Session, parsed
 
 Level = Literal["ok", "warn", "fail", "unknown"]
@@ -164,9 +165,10 @@ def node_lines(node: Node, entry: ContainerEntry) -> Iterator[Line]:
     else:
         yield ok("state", f"container {vmid} is running")
     if node.config is None:
-        yield unknown("config", f"the configuration of container {vmid} may not be read")
+        said = visible(node.config_error.splitlines()[-1] if node.config_error else "nothing", 200)
+        yield unknown("config", f"`pct config {vmid} --current` said: {said}", _config_cure(said))
     else:
-        yield from _config_lines(node.config)
+        yield from _config_lines(node.config, vmid)
     if node.driver is not None and "/dev/nvidia-uvm" not in node.nodes:
         yield fail(
             "uvm", "the node has no /dev/nvidia-uvm, so no container can use CUDA", "`nvidia-modprobe -u -c0` there"
@@ -176,10 +178,20 @@ def node_lines(node: Node, entry: ContainerEntry) -> Iterator[Line]:
         yield ok("held", f"{visible(holder.gpu, 60)}: {who}")
 
 
-def _config_lines(config: dict[str, str]) -> Iterator[Line]:
+def _config_cure(said: str) -> str:
+    """What to do where the configuration could not be read."""
+    if "Connection refused" in said:
+        return "the node boots, or pve-cluster failed: `systemctl status pve-cluster` there"
+    if "does not exist" in said:
+        return "correct the container's number; `pct list` on the node shows them"
+    return "it needs root; dflash itself only enters" if "ipcc_send_rec" in said or "access control" in said else ""
+
+
+def _config_lines(config: dict[str, str], vmid: object) -> Iterator[Line]:
     lock = config.get("lock")
     if lock:
-        yield warn("lock", f"the container is locked ({visible(lock)})", "a backup may freeze it; wait for its end")
+        why, cure = lock_cure(lock, vmid)
+        yield warn("lock", f"the container is locked ({visible(lock)}): {why}", cure)
     if "nesting=1" not in config.get("features", ""):
         yield warn(
             "nesting",

@@ -6,6 +6,7 @@ import contextlib
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -98,7 +99,7 @@ def open_transport(inventory: Inventory, container: str) -> Transport:
     from dflash_ops.transport.hosts import ssh_host
     from dflash_ops.transport.pct import enter_command, explain
 
-    command = enter_command(entry, sudo=inventory.hosts[entry.host].sudo)
-    return FramedTransport(
-        ssh_host(entry.host, inventory), command, lambda text, status: explain(text, status, entry, entry.host)
-    )
+    host = inventory.hosts[entry.host]
+    command = enter_command(entry, sudo=host.sudo)
+    explaining = partial(explain, entry=entry, host=entry.host, root=host.sudo or host.user in (None, "root"))
+    return FramedTransport(ssh_host(entry.host, inventory), command, explaining)
