@@ -24,6 +24,7 @@ import shutil
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -182,23 +183,47 @@ def find_drafter(path: Path) -> tuple[Path, dict[str, Any] | None]:
 
 
 def _prune(folder: Path, newest: int, keep: CheckpointConfig) -> None:
-    """Drop what is neither among the newest `keep_last` up to step `newest` nor the best.
+    """Drop what is neither among the newest whole `keep_last` up to step `newest` nor the best.
 
-    Later steps are left alone: a run that resumed below a damaged checkpoint replaces it when it gets there.
+    Later steps are left alone: a run that resumed below a damaged checkpoint replaces it when it gets there. A damaged
+    one takes no place among those that are kept, and goes once it is older than all of them.
     """
     paths = sorted((p for p in _checkpoints(folder) if _step(p) <= newest), key=_step)
-    kept = set(paths[-keep.keep_last :])
+    whole: list[Path] = []
+    for path in reversed(paths):
+        if len(whole) < keep.keep_last and _is_whole(path):
+            whole.append(path)
+    kept = set(whole)
     if keep.keep_best:
         lengths = {path: _accept_length(path) for path in paths}
-        known = {path: length for path, length in lengths.items() if length is not None}
+        known = {path: length for path, length in lengths.items() if length is not None and _is_whole(path)}
         if known:
             kept.add(max(known, key=lambda path: (known[path], _step(path))))
     for path in paths:
-        if path not in kept:
+        if path not in kept and _step(path) < _step(whole[-1]):
             try:
                 _discard(path)
             except OSError as error:
                 logger.warning("old checkpoint %s not removed: %s", path, _reason(error))
+
+
+def _is_whole(path: Path) -> bool:
+    """Whether `read` takes it; each checkpoint is read in full once in a process."""
+    try:
+        manifest = (path / MANIFEST).stat()
+        return _was_whole(path, manifest.st_ino, manifest.st_mtime_ns)
+    except OSError:
+        return False
+
+
+@lru_cache(maxsize=64)
+def _was_whole(path: Path, inode: int, changed: int) -> bool:
+    try:
+        read(path)
+    except CheckpointError as error:
+        logger.warning("%s; it takes no place of checkpoint.keep_last", error)
+        return False
+    return True
 
 
 def _accept_length(path: Path) -> float | None:
