@@ -208,16 +208,14 @@ def _prune(folder: Path, newest: int, keep: CheckpointConfig) -> None:
 
 
 def _is_whole(path: Path) -> bool:
-    """Whether `read` takes it; each checkpoint is read in full once in a process."""
-    try:
-        manifest = (path / MANIFEST).stat()
-        return _was_whole(path, manifest.st_ino, manifest.st_mtime_ns)
-    except OSError:
-        return False
+    """Whether `read` takes it; a checkpoint whose files have not changed is read in full once in a process."""
+    stats = [(file.name, file.stat()) for file in sorted(path.iterdir())]
+    files = tuple((name, stat.st_size, stat.st_mtime_ns) for name, stat in stats)
+    return _was_whole(path, files)
 
 
 @lru_cache(maxsize=64)
-def _was_whole(path: Path, inode: int, changed: int) -> bool:
+def _was_whole(path: Path, files: tuple[tuple[str, int, int], ...]) -> bool:
     try:
         read(path)
     except CheckpointError as error:

@@ -128,7 +128,8 @@ def _run(
     telemetry, run_id = None, None
     if first:  # of several processes, it alone writes
         run_dir.mkdir(parents=True, exist_ok=True)  # not before, so that a start that fails leaves nothing behind
-        run_id = (directory or RunDirectory(run_dir)).identify(own)
+        directory = directory or RunDirectory(run_dir)  # the lock lasts as long as this object
+        run_id = directory.identify(own)
         telemetry = Telemetry(run_dir, settings.telemetry, settings.model_dump(mode="json"), step)
     if start is not None:
         say("resuming from step %d, row %d: %s", step, row, start.path)

@@ -145,9 +145,7 @@ def test_a_damaged_checkpoint_takes_no_place_of_those_that_are_kept(tmp_path: Pa
     write(tmp_path, 10)
     for step in (20, 30):
         victim = write(tmp_path, step) / file
-        content = bytearray(victim.read_bytes())
-        content[len(content) // 2] ^= 1
-        victim.write_bytes(content)
+        victim.write_bytes(victim.read_bytes()[:-3])
     write(tmp_path, 40, keep_last=2)
     assert steps(tmp_path) == [10, 20, 30, 40]
     (tmp_path / "step-00000040/run.json").write_text("rotten")
