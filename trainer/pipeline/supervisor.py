@@ -14,7 +14,7 @@ import math
 import queue
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import asdict
 from functools import partial
 from typing import Any
@@ -31,9 +31,10 @@ from trainer.drafter.config import DrafterConfig
 from trainer.drafter.model import fresh_weights
 from trainer.exchange.peers import PeerError
 from trainer.exchange.reduce import ExchangeError, Group
-from trainer.exchange.rendezvous import Processes, digest
+from trainer.exchange.rendezvous import Processes
 from trainer.pipeline.checkpoint_worker import CheckpointWorker
 from trainer.pipeline.drafter_worker import DrafterWorker
+from trainer.pipeline.loading import Tables, describe_loaded, finish_loading
 from trainer.pipeline.plan import RowPlan, total_steps
 from trainer.pipeline.queues import Ring
 from trainer.pipeline.row_worker import RowWorker
@@ -118,7 +119,7 @@ class Pipeline:
                 exchanges=group.exchanges(drafter_devices),
             )
             workers = self._workers(shared, group.processes, target_devices, drafter_devices)
-            _finish_loading({*target_devices, *drafter_devices})
+            finish_loading({*target_devices, *drafter_devices})
             group.processes.begin_training()
             trains = not self._hooks.should_stop() or group.processes.world_size > 1
             try:
@@ -196,10 +197,10 @@ class Pipeline:
             processes.peers.check()
             loaded.append(self._load_target(device))
         targets = [TargetWorker(number, shared, target, self._source.shape) for number, target in enumerate(loaded)]
-        tables = _Tables(loaded[0])
+        tables = Tables(loaded[0])
         weights = start.drafter if start is not None else self._fresh_weights(loaded[0])
         if processes.world_size > 1:
-            processes.agree(_beginning(loaded[0], weights, start))
+            processes.agree(describe_loaded(loaded[0], weights, start))
         rows = RowWorker(
             shared,
             self._source,
@@ -383,22 +384,6 @@ class Pipeline:
         return not thread.is_alive()
 
 
-class _Tables:
-    """The target's embedding and head on each drafter device, in the drafters' compute type, once per GPU."""
-
-    def __init__(self, target: Target) -> None:
-        self._target = target
-        self._made: dict[torch.device, tuple[Tensor, Tensor]] = {}
-
-    def on(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        if device not in self._made:
-            dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-            embedding = self._target.embedding.to(device, dtype)
-            tied = self._target.head is self._target.embedding
-            self._made[device] = embedding, embedding if tied else self._target.head.to(device, dtype)
-        return self._made[device]
-
-
 def _is_training(workers: list[Worker]) -> bool:
     """Whether a drafter is still inside a step; one that copies or saves its state takes the time that it needs."""
     return any(
@@ -408,22 +393,3 @@ def _is_training(workers: list[Worker]) -> bool:
 
 def _only_broken_exchanges(shared: Shared) -> bool:
     return all(isinstance(error, ExchangeError) for _, error in shared.failures)
-
-
-def _beginning(target: Target, weights: Mapping[str, Tensor], start: TrainState | None) -> dict[str, Any]:
-    """What only loading tells, and has to be alike in all processes."""
-    described = target.config.to_dict()
-    for name in ("_name_or_path", "transformers_version"):  # say nothing of the model
-        described.pop(name, None)
-    return {
-        "a target of the configuration": digest(json.loads(json.dumps(described, sort_keys=True, default=str))),
-        "starting weights": digest(dict(weights)),
-        "starting moments": digest(start.optimizer) if start is not None else None,
-    }
-
-
-def _finish_loading(devices: set[torch.device]) -> None:
-    """Wait for what this thread has put on the devices: the workers' streams do not wait for its stream."""
-    for device in devices:
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)

@@ -48,6 +48,14 @@ def _leaves(document: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
             yield name, value
 
 
+def describe_drafter(drafter_config: DrafterConfig, settings: RunConfig) -> str:
+    """What is trained on which target."""
+    return (
+        f"drafter of {count(drafter_config.num_hidden_layers, 'layer')}, blocks of {drafter_config.block_size}, "
+        f"reading layers {list(drafter_config.target_layer_ids)} of {settings.target.path}"
+    )
+
+
 def describe_length(settings: RunConfig, source: RowSource, rows: int, total: int) -> str:
     """How many steps of so many rows the run has, and why."""
     limit = settings.optimizer.max_steps

@@ -32,9 +32,7 @@ SAMPLES, SAMPLE_BYTES = 256, 4096  # of a weight file: reading all of a large ta
 WEIGHTS = ("*.safetensors", "*.bin", "*.gguf")
 
 
-def facts(
-    settings: RunConfig, source: RowSource, target_config: Any, *, processes: int, drafters: int
-) -> dict[str, Any]:
+def facts(settings: RunConfig, source: RowSource, target_config: Any, processes: int, drafters: int) -> dict[str, Any]:
     """What a checkpoint notes of its run beside the configuration, for `differences`."""
     return {
         "the target's files": target_digest(settings.target.path, target_config),

@@ -31,15 +31,15 @@ from trainer.pipeline.supervisor import Pipeline
 from trainer.pipeline.types import PipelineError, StopOverdueError, TrainState
 from trainer.pretrained import load_model_config, load_tokenizer
 from trainer.run import checkpoint
-from trainer.run.checks import describe_length, refuse_another_drafter, warn_of_length
+from trainer.run.checkpoint import WholeCheckpoint
+from trainer.run.checks import describe_drafter, describe_length, refuse_another_drafter, warn_of_length
 from trainer.run.directory import RunDirectory
 from trainer.run.notify import Notifier
 from trainer.run.resume import facts, refuse_later, resumed_schedule, warn_of_differences
 from trainer.run.signals import Interrupted, Signals
 from trainer.run.telemetry import Telemetry
 from trainer.run.watch import START_SECONDS, Watch
-from trainer.step.optim import build_optimizer
-from trainer.wording import count
+from trainer.step.optim import Schedule, build_optimizer
 
 logger = logging.getLogger(__name__)
 
@@ -79,14 +79,8 @@ def _run(
     require_devices("pipeline.targets", settings.pipeline.targets)
     require_devices("pipeline.drafters", settings.pipeline.drafters)
     first = processes.rank == 0
-    directory = RunDirectory(run_dir) if first and run_dir.is_dir() else None
-    own = checkpoint.newest_valid(run_dir / "checkpoints")
-    if directory is not None and own is not None:
-        directory.require_own(own)
-    start = own
-    if start is None and resume_from is not None:
-        start = checkpoint.resolve(resume_from)
-
+    directory = RunDirectory(run_dir) if first and run_dir.is_dir() else None  # locked as long as this object is there
+    own, start = find_start(run_dir, resume_from, directory)
     say = logger.info if first else logger.debug  # what all of them would say alike, the first one says
     if not first:
         logging.getLogger("trainer.data").setLevel(logging.ERROR)
@@ -99,8 +93,8 @@ def _run(
     drafter_config = config_for_target(settings.drafter, target_config, tokenizer)
     step, row = (start.step, start.run()["next_row"]) if start is not None else (0, 0)
     total = total_steps(source.total_rows, rows, settings.optimizer.max_steps, step=step, row=row)
-    now = facts(settings, source, target_config, processes=processes.world_size, drafters=drafters)
-    state = None
+    now = facts(settings, source, target_config, processes.world_size, drafters) if first else {}
+    schedule = None
     if start is not None:
         refuse_another_drafter(start, settings, drafter_config)
         refuse_later(start, source.total_rows, total)
@@ -111,16 +105,7 @@ def _run(
         if first:
             warn_of_differences(start, settings, now)
         schedule = resumed_schedule(start, settings, rows_per_step=rows, last_step=total)
-        tokens = start.run().get("tokens", 0)
-        state = TrainState(step, start.model(), start.optimizer(), row, tokens, schedule)
-    say(
-        "drafter of %s, blocks of %d, reading layers %s of %s; rows %s",
-        count(drafter_config.num_hidden_layers, "layer"),
-        drafter_config.block_size,
-        list(drafter_config.target_layer_ids),
-        settings.target.path,
-        source.content_hash,
-    )
+    say("%s; rows %s", describe_drafter(drafter_config, settings), source.content_hash)
     say("%s", describe_length(settings, source, rows, total))
     if first:
         warn_of_length(source, target_config)
@@ -128,7 +113,7 @@ def _run(
     telemetry, run_id = None, None
     if first:  # of several processes, it alone writes
         run_dir.mkdir(parents=True, exist_ok=True)  # not before, so that a start that fails leaves nothing behind
-        directory = directory or RunDirectory(run_dir)  # the lock lasts as long as this object
+        directory = directory or RunDirectory(run_dir)
         run_id = directory.identify(own)
         telemetry = Telemetry(run_dir, settings.telemetry, settings.model_dump(mode="json"), step)
     if start is not None:
@@ -137,7 +122,7 @@ def _run(
             telemetry.event("resume", step=step, row=row, checkpoint=str(start.path))
     noted = {"rows_per_step": rows, "content_hash": source.content_hash, "run_id": run_id, "facts": now}
     watch = Watch(run_dir, settings, noted, drafter_config, telemetry, notifier, signals)
-    state = state or released_start(settings)
+    state = resumed_start(start, schedule) if start is not None else released_start(settings)
     pipeline = Pipeline(settings, drafter_config, source, watch.hooks(), state, processes)
     return _train(pipeline, watch, signals, say)
 
@@ -167,6 +152,24 @@ def _train(pipeline: Pipeline, watch: Watch, signals: Signals, say: Callable[...
         logging.shutdown()
         os._exit(code)
     return code
+
+
+def find_start(
+    run_dir: Path, resume_from: Path | None, directory: RunDirectory | None
+) -> tuple[WholeCheckpoint | None, WholeCheckpoint | None]:
+    """The run's own newest whole checkpoint, and the one to go on from: that, else `resume_from`'s, else none."""
+    own = checkpoint.newest_valid(run_dir / "checkpoints")
+    if directory is not None and own is not None:
+        directory.require_own(own)
+    if own is not None or resume_from is None:
+        return own, own
+    return None, checkpoint.resolve(resume_from)
+
+
+def resumed_start(start: WholeCheckpoint, schedule: Schedule | None) -> TrainState:
+    """The state that a checkpoint holds; a checkpoint of an earlier version counts no tokens."""
+    run = start.run()
+    return TrainState(start.step, start.model(), start.optimizer(), run["next_row"], run.get("tokens", 0), schedule)
 
 
 def released_start(settings: RunConfig) -> TrainState | None:

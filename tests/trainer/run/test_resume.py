@@ -82,7 +82,7 @@ def test_another_target_of_the_same_shape_has_another_digest(tmp_path: Path) -> 
 
 def test_the_facts_of_a_run_are_those_that_are_compared() -> None:
     source = tiny.row_source(config := tiny.run_config())
-    assert facts(config, source, None, processes=1, drafters=1).keys() == NOW.keys()
+    assert facts(config, source, None, 1, 1).keys() == NOW.keys()
 
 
 def resumed(folder: Path, row: int, **optimizer: Any) -> tuple[WholeCheckpoint, RunConfig]:
