@@ -1,4 +1,4 @@
-"""How fast is one optimizer step of the drafter, against the two public trainers, in one process on one device?
+"""Measures one optimizer step of the drafter beside the two public trainers, in one process on one device.
 
     python benchmarks/drafter_step.py --peers DIR --shape qwen3-8b --device cuda --json out.json
 

@@ -1,6 +1,6 @@
 """Tests, measures and trains on this machine's GPUs, and writes the record of the commit (`make gpu`).
 
-    python -m benchmarks.gpu [--parts tests bench peers run] [--only TEXT]
+    python -m benchmarks.gpu [--parts tests bench peers run] [--only TEXT ...] [--seconds N]
                              [--small-target DIR] [--peers DIR] [--commit HASH]
 
 tests  the tests marked `gpu`
@@ -40,22 +40,23 @@ from trainer.arguments import read
 from trainer.commands import bench
 
 PARTS = ("tests", "bench", "peers", "run")
+# In the order of their weight: what --seconds leaves no time for stands last.
 BENCHMARKS: dict[str, list[str]] = {
-    "target smollm2": ["target", "--preset", "smollm2"],
-    "target qwen3-8b": ["target", "--preset", "qwen3-8b", "--steps", "8"],
-    "step smollm2": ["step", "--preset", "smollm2"],
     "step qwen3-8b": ["step", "--preset", "qwen3-8b", "--steps", "10"],
-    "step qwen3-8b muon": ["step", "--preset", "qwen3-8b", "--steps", "6", "--optimizer", "muon"],
+    "target qwen3-8b": ["target", "--preset", "qwen3-8b", "--steps", "8"],
+    "target smollm2": ["target", "--preset", "smollm2"],
+    "step smollm2": ["step", "--preset", "smollm2"],
     "pipeline smollm2, one GPU": ["pipeline", "--preset", "smollm2", "--steps", "200", "--profile-steps", "30"],
+    "first-step qwen3-8b, 2 drafters": [
+        *("first-step", "--preset", "qwen3-8b", "--targets", "cuda:0", "--drafters", "cuda:0", "cuda:0"),
+    ],
     "pipeline smollm2, one GPU, 3 drafters": [
         *("pipeline", "--preset", "smollm2", "--steps", "80", "--profile-steps", "0"),
         *("--targets", "cuda:0", "--drafters", "cuda:0", "cuda:0", "cuda:0"),
     ],
-    "pipeline qwen3-8b, one GPU": ["pipeline", "--preset", "qwen3-8b", "--steps", "16", "--profile-steps", "0"],
     "threads smollm2": ["threads", "--preset", "smollm2", "--steps", "40"],
-    "first-step qwen3-8b, 2 drafters": [
-        *("first-step", "--preset", "qwen3-8b", "--targets", "cuda:0", "--drafters", "cuda:0", "cuda:0"),
-    ],
+    "step qwen3-8b muon": ["step", "--preset", "qwen3-8b", "--steps", "6", "--optimizer", "muon"],
+    "pipeline qwen3-8b, one GPU": ["pipeline", "--preset", "qwen3-8b", "--steps", "16", "--profile-steps", "0"],
 }
 ON_TWO: dict[str, list[str]] = {
     "pipeline smollm2, two GPUs": [
@@ -89,7 +90,12 @@ def main() -> int:
     """Measure the parts that were asked for; returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
-    parser.add_argument("--only", metavar="TEXT", default="", help="of the benchmarks, those with TEXT in their name")
+    parser.add_argument(
+        "--only", nargs="+", metavar="TEXT", default=[""], help="benchmarks with one of these in the name"
+    )
+    parser.add_argument(
+        "--seconds", type=int, default=360, help="start no further benchmark after so long (%(default)s)"
+    )
     parser.add_argument("--small-target", type=Path, default=REPOSITORY / ".cache" / "smollm2")
     parser.add_argument("--peers", type=Path, help="folder with the unpacked wheels of the peers")
     parser.add_argument("--commit", help="what is measured, where git is not there to say it")
@@ -175,7 +181,7 @@ def _machine() -> dict[str, Any]:
 def _tests(record: Record, options: argparse.Namespace) -> None:
     command = [sys.executable, "-m", "pytest", "-m", "gpu", "tests/trainer", "-q", "-rfE", "--timeout", "280"]
     if _has("xdist"):
-        command += ["-n", "4", "--dist", "loadgroup"]
+        command += ["-n", "8", "--dist", "loadgroup"]
     made = subprocess.run(command, cwd=REPOSITORY, stdout=subprocess.PIPE, text=True, check=False)
     print(made.stdout[-6000:], flush=True)
     lines = made.stdout.splitlines()
@@ -200,12 +206,16 @@ def _has(module: str) -> bool:
 
 def _bench(record: Record, options: argparse.Namespace) -> None:
     record.add("bf16 matrix product", _ceiling(), "TFLOP/s", "higher")
-    part = record.parts["bench"] = {}
+    part = record.parts.setdefault("bench", {})
+    began = time.monotonic()
     two = torch.cuda.device_count() > 1
     for name, words in (BENCHMARKS | (ON_TWO if two else {})).items():
-        if options.only not in name:
-            record.not_run[name] = f"--only {options.only}"
+        if name in part or not any(text in name for text in options.only):
             continue
+        if time.monotonic() - began > options.seconds:
+            record.not_run[name] = f"the {options.seconds} s of --seconds were over"
+            continue
+        record.not_run.pop(name, None)
         print(f"--- {name}", flush=True)
         gc.collect()
         torch.cuda.empty_cache()
@@ -259,7 +269,7 @@ def _figures(record: Record, name: str, found: dict[str, Any]) -> None:
         for key, value in found.items():
             if key.endswith("rows_per_second"):
                 record.add(f"{name}, {key.removesuffix('_rows_per_second')}", value, "rows/s", "higher")
-        record.add(f"{name}, graph to compiled", found["graph_to_compiled"], "", "higher")
+        record.add(f"{name}, graph to compiled", found.get("graph_to_compiled"), "", "higher")
         record.add(f"{name}, unequal losses", sum(count for count, _ in found["losses"].values()), "", "lower")
     else:
         for state in ("cold", "warm"):
@@ -334,6 +344,9 @@ def _run(record: Record, options: argparse.Namespace) -> None:
             *("--max-new-tokens", 128, "--output", output),
         )
         evaluation = json.loads(output.read_text())
+        (held,) = evaluation["sets"]
+        record.add("run: accepted length, held out, in decoding", held["acceptance_length"], "", "higher")
+        record.add("run: speedup of our own decoding loop, held out", held["speedup"], "", "higher")
         record.parts["run"] = {"compilation": reports, "last_step": steps[-1], "evaluation": evaluation}
 
 

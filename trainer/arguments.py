@@ -124,7 +124,9 @@ def _evaluate(parser: argparse.ArgumentParser) -> None:
 
 
 def _export(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("checkpoint", type=Path, help="checkpoint, or run directory (its newest checkpoint)")
+    parser.add_argument(
+        "checkpoint", type=Path, help="checkpoint, or run directory (its newest one; RUN/best: its best)"
+    )
     parser.add_argument("out", type=Path, help="folder to make")
     parser.add_argument("--dtype", choices=DTYPES, default=DTYPES[0], help="precision (default: %(default)s)")
     parser.add_argument("--evaluation", type=Path, help="JSON file of `trainer evaluate` for the model card")

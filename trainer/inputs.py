@@ -1,4 +1,4 @@
-"""Checks that what a command is told to read is there, before anything heavy is imported or anything is written.
+"""Checks that a command's inputs exist, before anything heavy is imported or anything is written.
 
 Whoever reads these things later says what is wrong inside them; here it is only whether they are there.
 """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import re
@@ -18,10 +19,13 @@ ROOT = re.compile(r"(/[A-Za-z0-9._-]+)+\Z")
 
 
 def fsync_directory(path: str) -> None:
-    """Make renames and new names in a directory durable."""
+    """Make renames and new names in a directory durable, where the file system can: some answer EINVAL."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):
+            raise
     finally:
         os.close(handle)
 

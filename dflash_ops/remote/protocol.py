@@ -269,6 +269,7 @@ class Snapshot(TypedDict, total=False):
     log: Dict[str, Any]
     disk: Optional[Dict[str, int]]
     metrics: Dict[str, Any]
+    compiled: Optional[List[Dict[str, Any]]]
     checkpoints: List["SavedCheckpoint"]
     gpu: Optional[Dict[str, Any]]
     cpu: Optional[Dict[str, float]]

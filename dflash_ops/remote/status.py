@@ -76,6 +76,7 @@ def snapshot(paths: RunPaths, request: Wanted, unit: Optional[Dict[str, Any]] = 
     seen["log"] = log
     seen["disk"] = _disk(paths.directory)
     seen["metrics"] = metrics_of(paths.metrics, int(request.get("steps", 240)))
+    seen["compiled"] = compiled_of(paths.compile)
     seen["checkpoints"] = checkpoints_of(paths.checkpoints)[-3:]
     seen["gpu"] = gpu.ask(request["root"]) if request.get("gpu", True) else None
     seen["boot_id"] = systemd.boot_id()
@@ -193,6 +194,19 @@ def metrics_of(path: str, count: int) -> Dict[str, Any]:
             last = record
             steps.append({key: record[key] for key in _HISTORY if key in record})
     return {"mtime": mtime, "steps": steps[-count:], "last": last}
+
+
+def compiled_of(path: str) -> Optional[List[Dict[str, Any]]]:
+    """What each of the trainer's workers runs as, and what it went without; None before the compilation has ended."""
+    try:
+        with open(path, "rb") as stream:
+            found = json.loads(stream.read(1024 * 1024))
+    except (OSError, ValueError):
+        return None
+    if not isinstance(found, list):
+        return None
+    workers = [worker for worker in found if isinstance(worker, dict)]
+    return [{key: worker.get(key) for key in ("worker", "mode", "note", "allowed_by")} for worker in workers[:64]]
 
 
 def checkpoints_of(path: str) -> List[SavedCheckpoint]:

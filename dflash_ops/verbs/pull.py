@@ -5,6 +5,7 @@ A file is written to `<name>.partial`, a checkpoint to `<name>.partial/`, and re
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
 import re
@@ -302,8 +303,12 @@ def _unpacked(data: bytes, size: int, packed: bool) -> bytes:
 
 
 def _fsync_folder(folder: Path) -> None:
+    """Make renames in a folder durable, where the file system can: some answer EINVAL."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(handle)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):
+            raise
     finally:
         os.close(handle)

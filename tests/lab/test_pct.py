@@ -1,4 +1,4 @@
-"""Does the lab's `pct` do what Proxmox VE's does? Row by row, as observed on pve-container 6.1.10.
+"""Holds the lab's `pct` to Proxmox VE's, row by row, as observed on pve-container 6.1.10.
 
 Where a message holds a line number that differs between versions, only the rest of it is compared.
 """

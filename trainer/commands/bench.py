@@ -29,11 +29,12 @@ from trainer.bench.step import step
 from trainer.bench.target import target
 from trainer.bench.threads import threads
 from trainer.devices import find_device
+from trainer.wording import finite
 
 
 def main(options: argparse.Namespace) -> int:
     """Run one benchmark and print its line of JSON."""
-    print(json.dumps(measure(options), default=str))
+    print(json.dumps(finite(measure(options)), default=str))
     return 0
 
 

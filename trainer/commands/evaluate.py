@@ -27,6 +27,7 @@ from rich.console import Console
 from rich.table import Column, Table
 
 from trainer.commands.evaluation_journal import Answered, Journal
+from trainer.commands.long_prompts import refuse_long_prompts
 from trainer.config.sections import DataConfig, TargetConfig
 from trainer.data.progress import progress
 from trainer.data.prompts import Prompt, prompt_tokens, read_prompts
@@ -36,9 +37,10 @@ from trainer.drafter.decoding import Generation, Limits, Sampling, SpeculativeDe
 from trainer.drafter.model import DFlashDrafter
 from trainer.drafter.released import fingerprint, read_drafter
 from trainer.inputs import HUMAN_EVAL, PACKAGES, require_prompts, require_target
-from trainer.pretrained import load_model, load_tokenizer, stop_tokens
+from trainer.pretrained import load_model, load_model_config, load_tokenizer, stop_tokens
 from trainer.run.checkpoint import find_drafter
-from trainer.wording import count
+from trainer.target.continuation import refuse_wrong_blocks
+from trainer.wording import count, finite
 
 _log = logging.getLogger(__name__)
 
@@ -230,6 +232,8 @@ def main(options: argparse.Namespace) -> int:
         for name in names
     ]
     template, variables = _template(options, run)
+    tokenizer = load_tokenizer(target_config)
+    refuse_long_prompts(load_model_config(target_config), tokenizer, sets, options.max_new_tokens, template, variables)
     settings = _settings(options, folder, target_config, device, block_size, sampling, variables)
     hidden = {"gguf_file": target_config.gguf_file, "template": template}
     asked = [[name, [prompt.id for prompt in prompts]] for name, prompts in sets]
@@ -237,7 +241,6 @@ def main(options: argparse.Namespace) -> int:
     if journal.found:
         _log.info("%s answered already", count(len(journal.found), "prompt"))
     console.print(f"drafter {folder}\ntarget  {target_config.path} ({target_config.dtype}, {device})", soft_wrap=True)
-    tokenizer = load_tokenizer(target_config)
     decoder, stop = _decoder(target_config, drafter, device, tokenizer)
     results = [
         evaluate(
@@ -259,9 +262,16 @@ def main(options: argparse.Namespace) -> int:
     Console().print(table(results))
     if options.output is not None:
         document = settings | {"sets": [asdict(result) for result in results]}
-        options.output.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
+        options.output.write_text(json.dumps(finite(document), indent=2) + "\n", encoding="utf-8")
         journal.finish()
         console.print(f"written to {options.output}", soft_wrap=True)
+    differing = sum(r.answers - r.identical for r in results if r.identical is not None)
+    if differing and target_config.dtype == "float32":
+        _log.error(
+            "%s differ from the target's own, which greedy answers in float32 must not: these figures do not count",
+            count(differing, "answer"),
+        )
+        return 1
     return 0
 
 
@@ -295,8 +305,9 @@ def _decoder(
     config: TargetConfig, drafter: DFlashDrafter, device: torch.device, tokenizer: Any
 ) -> tuple[SpeculativeDecoder, frozenset[int]]:
     model = load_model(config, device)
-    drafter = drafter.to(device, getattr(torch, config.dtype))
-    return SpeculativeDecoder(model, drafter), stop_tokens(model, tokenizer)
+    decoder = SpeculativeDecoder(model, drafter.to(device, getattr(torch, config.dtype)))
+    refuse_wrong_blocks(model)
+    return decoder, stop_tokens(model, tokenizer)
 
 
 def _target_config(options: argparse.Namespace, run: Mapping[str, Any] | None) -> TargetConfig:
