@@ -133,7 +133,12 @@ class JobEntry(Entry):
     set: dict[str, Any] = Field(default_factory=dict, description="Dotted keys of the configuration and their values")
     source: Path | None = Field(None, description="Folder of Python code to ship; default: the trainer package")
     gpus: GpuEntry | None = Field(None, description="Sets pipeline.targets and pipeline.drafters of the configuration")
-    watchdog: int | None = Field(None, ge=1, description="Seconds without a step after which systemd aborts the run")
+    watchdog: int | None = Field(
+        3600,
+        ge=1,
+        description="Most seconds without a step until systemd aborts the run; the trainer shortens them to what its "
+        "steps take; null: it is never aborted",
+    )
     env: dict[VariableName, str] = Field(
         default_factory=dict, description="Variables of the trainer; `env:NAME` and `file:PATH` are read at launch"
     )

@@ -42,6 +42,14 @@ def test_a_minimal_file_has_the_recipes_defaults(tmp_path: Path) -> None:
             "run.yaml line 6: optimizer.lrr is not a known key; did you mean optimizer.lr?",
         ),
         (
+            SMALL + "pipeline:\n  drafters: []\n",
+            "run.yaml line 6: pipeline.drafters: list should have at least 1 item after validation, not 0",
+        ),
+        (
+            SMALL + "pipeline:\n  targets: []\n",
+            "run.yaml line 6: pipeline.targets: list should have at least 1 item after validation, not 0",
+        ),
+        (
             SMALL + "optimizer:\n  accumulate: 2\n",
             "run.yaml line 6: optimizer.accumulate is now called optimizer.gradient_accumulation_steps",
         ),
