@@ -131,7 +131,7 @@ def assemble(
             "resumed_from": wish.resumed_from,
             "variables": sorted(variables),
         },
-        argv=systemd_run_argv(run, paths, wish.watchdog),
+        argv=systemd_run_argv(run, paths, wish.watchdog, gpus.all),
         entry=entry_script(paths, folder, python.path, wish.resumed_from),
         on_exit=on_exit_script(run, paths),
         env=env_file(base, variables),

@@ -14,7 +14,7 @@ import time
 import zlib
 from typing import BinaryIO, Optional, Tuple
 
-from dflash_ops.remote import files, status
+from dflash_ops.remote import files, status, which
 from dflash_ops.remote.channel import Channel
 from dflash_ops.remote.files import RunPaths
 from dflash_ops.remote.protocol import Cursor, LogsRequest, Snapshot
@@ -33,7 +33,7 @@ def main(request: LogsRequest, channel: Channel) -> Snapshot:
     Events: {run}; {at: {inode, offset}} whenever the position is set; {size} with as many bytes from there on, as zlib
     data; {notice} before the position jumps; {caught_up}. Result: the probe's snapshot, without the GPUs.
     """
-    paths = files.find_run(request["root"], request.get("run"))
+    paths = which.find_run(request["root"], request.get("run"))
     channel.event(run=paths.run)
     reader = _Reader(paths, channel)
     reader.open(request.get("cursor"), request.get("lines"), request.get("since"))
