@@ -176,10 +176,11 @@ class StatusRequest(OneRun, Wanted, total=False):
 
 
 class Cursor(TypedDict):
-    """A place in a log."""
+    """A place in a log; `before`: the hash of the bytes before it (see `remote.logs`), null: not known."""
 
     inode: int
     offset: int
+    before: Optional[str]
 
 
 class LogsRequest(OneRun):

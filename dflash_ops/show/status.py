@@ -82,11 +82,13 @@ def log_line(log: LogReading) -> str:
             return reason
 
 
-def gpu_line(gpu: GpuReading) -> str:
-    """What nvidia-smi says, in one line."""
+def gpu_line(gpu: GpuReading, roles: GpuRoles | None = None) -> str:
+    """What nvidia-smi says, in one line; with the roles of a run, also that it should see GPUs and does not."""
     match gpu:
-        case GpuNone():
-            return "none in this container"
+        case GpuNone(reason=reason):
+            line = f"none in this container{f' ({reason})' if reason else ''}"
+            wanted = ", ".join(map(str, roles.all)) if roles is not None else ""
+            return f"{line}, though the run uses GPU {wanted}" if wanted else line
         case GpuUnknown(reason=reason, cure=cure):
             return f"{reason} ({cure})" if cure else reason
         case GpuDevices(devices=devices):
@@ -171,7 +173,8 @@ def status_view(status: Status, *, lines: int | None = None) -> RenderableType:
     over = status.verdict.finished  # then a unit that is gone and a log that is silent are as they should be
     table.add_row("unit", mark("none" if over else status.unit.answer), Text(unit_line(status.unit)))
     table.add_row("log", mark("none" if over else status.log.answer), Text(log_line(status.log)))
-    table.add_row("gpu", mark(status.gpu.answer), Text(gpu_line(status.gpu)))
+    missing = isinstance(status.gpu, GpuNone) and bool(status.roles.all) and not over
+    table.add_row("gpu", mark("no" if missing else status.gpu.answer), Text(gpu_line(status.gpu, status.roles)))
     if status.progress is not None:
         table.add_row("step", "", progress_line(status.progress, over=over))
         workers = _workers_line(status.progress)

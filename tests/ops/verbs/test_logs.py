@@ -148,7 +148,24 @@ def test_truncation_is_noticed_and_the_new_content_shown(log: Path, monkeypatch:
     log.write_text("old old old\n")
     text, said = shown(InProcess(log.parents[2], polls=[lambda: log.write_text("new\n") and None]), monkeypatch)
     assert text == "old old old\nnew\n"
-    assert said == ["-- the log was truncated; it is shown from its beginning"]
+    assert said == ["-- the log was truncated and written anew; it is shown from its beginning"]
+
+
+def test_a_log_that_was_truncated_and_has_grown_past_our_place_is_noticed(
+    log: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """copytruncate between two looks: the file is longer than before, and nothing but its content tells."""
+    log.write_text("old old old\n")
+    fresh = "".join(f"new line {number}\n" for number in range(800))
+    text, said = shown(InProcess(log.parents[2], polls=[lambda: log.write_text(fresh) and None]), monkeypatch)
+    assert text == "old old old\n" + fresh
+    assert said == ["-- the log was truncated and written anew; it is shown from its beginning"]
+
+
+def test_a_hole_of_nuls_is_counted_not_printed(log: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    log.write_bytes(b"before\n" + bytes(100_000) + b"after\n")
+    text, _ = shown(InProcess(log.parents[2], polls=[]), monkeypatch)
+    assert text == "before\n[100000 NUL bytes]after\n"
 
 
 def test_rotation_shows_the_end_of_the_old_file_and_then_the_new_one(
