@@ -10,6 +10,7 @@ import time
 from typing import Any, Dict, Iterator, List, Optional
 
 from dflash_ops.remote.channel import CONFIGURATION, RUN_NOT_FOUND, TEMPORARY, USAGE, Refusal
+from dflash_ops.remote.lines import last_lines
 
 RUN_NAME = re.compile(r"[a-z0-9][a-z0-9-]{0,62}\Z")
 ROOT = re.compile(r"(/[A-Za-z0-9._-]+)+\Z")
@@ -71,15 +72,12 @@ def tree_bytes(path: str) -> int:
 
 
 def tail_lines(path: str, lines: int, limit: int = 64 * 1024) -> List[str]:
-    """The last lines of a text file, from at most its last `limit` bytes; empty when there is no file."""
+    """The last lines of a text file, in at most `limit` bytes; empty when there is no file."""
     try:
         with open(path, "rb") as stream:
-            size = os.fstat(stream.fileno()).st_size
-            stream.seek(max(0, size - limit))
-            text = stream.read(limit).decode("utf-8", "backslashreplace")
+            return last_lines(stream, lines, limit)
     except OSError:
         return []
-    return text.splitlines()[-lines:]
 
 
 class RunPaths:
