@@ -151,6 +151,9 @@ class JobEntry(Entry):
     )
     set: dict[str, Any] = Field(default_factory=dict, description="Dotted keys of the configuration and their values")
     source: Path | None = Field(None, description="Folder of Python code to ship; default: the trainer package")
+    include: list[str] = Field(
+        default_factory=list, description="Files of `source` to ship although git ignores them or they are hidden"
+    )
     gpus: GpuEntry | None = Field(None, description="Sets pipeline.targets and pipeline.drafters of the configuration")
     watchdog: int | None = Field(None, ge=1, description="Seconds without a step after which systemd aborts the run")
     env: dict[VariableName, str] = Field(
