@@ -24,7 +24,7 @@ from dflash_ops.inventory.models import (
     JobEntry,
     listed,
 )
-from trainer.config.core_schema import CoreLoader, as_text, not_finite
+from trainer.core_schema import CoreLoader, as_text, not_finite
 
 # What stands here is text or an id, whatever it looks like: `0755`, `3.10` and `no` are kept as they were typed.
 _KEPT_AS_TEXT: tuple[tuple[str, ...], ...] = (

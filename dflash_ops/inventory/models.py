@@ -19,7 +19,7 @@ from pydantic import (
 )
 
 from dflash_ops.errors import ConfigurationError, UsageError
-from trainer.config.core_schema import no_boolean_as_number
+from trainer.core_schema import no_boolean_as_number
 
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$")]
 # Part of unit properties, where quoting is systemd's: kept to characters that need none.

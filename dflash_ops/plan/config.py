@@ -11,7 +11,7 @@ import yaml
 from dflash_ops.errors import ConfigurationError, UsageError
 from dflash_ops.inventory.load import read_yaml
 from dflash_ops.inventory.models import GpuEntry, Inventory, JobEntry
-from trainer.config.core_schema import CoreDumper, read_value
+from trainer.core_schema import CoreDumper, read_value
 
 
 def job_config(inventory: Inventory, name: str, job: JobEntry, changes: tuple[str, ...]) -> dict[str, Any]:

@@ -12,8 +12,8 @@ from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
-from trainer.config.core_schema import CoreLoader, not_finite, read_value
 from trainer.config.sections import RENAMED_KEYS, RunConfig
+from trainer.core_schema import CoreLoader, not_finite, read_value
 
 
 class ConfigError(Exception):

@@ -11,7 +11,7 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 
-from trainer.config.core_schema import no_boolean_as_number
+from trainer.core_schema import no_boolean_as_number
 
 
 class Section(BaseModel):

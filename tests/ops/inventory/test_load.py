@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -181,6 +183,12 @@ def test_a_container_s_number_is_decimal(tmp_path: Path, typed: str, number: int
 def test_a_version_of_python_is_the_text_that_stands_there(tmp_path: Path) -> None:
     text = GOOD.replace("python: /opt/venv/bin/python", "python: 3.10\n    lock: x.txt")
     assert read(tmp_path, text).environments["venv"].python == "3.10"
+
+
+def test_reading_an_inventory_loads_none_of_the_trainer_s_models() -> None:
+    code = "import sys, dflash_ops.inventory.load; print([name for name in sys.modules if name.startswith('trainer.')])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "['trainer.core_schema']\n"
 
 
 def test_without_a_file_the_ways_to_name_one_are_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,7 @@ from dflash_ops.inventory.load import load_inventory
 from dflash_ops.inventory.models import Inventory
 from dflash_ops.plan.config import dump_yaml, job_config, parse_value
 from tests.ops.jobs import planned
-from trainer.config.core_schema import CoreLoader
+from trainer.core_schema import CoreLoader
 
 
 def test_the_last_word_on_a_key_wins(inventory: Inventory) -> None:

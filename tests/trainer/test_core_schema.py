@@ -10,8 +10,8 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainer.config.core_schema import CoreDumper, CoreLoader, read_value
 from trainer.config.load import ConfigError, load
+from trainer.core_schema import CoreDumper, CoreLoader, read_value
 
 SMALL = "target:\n  path: models/small\ndata:\n  sources: [a.jsonl]\n"
 TYPED = [
