@@ -127,7 +127,9 @@ def launch(
             if json:
                 from json import dumps
 
-                print(dumps({"schema": 1, "kind": "launch", "spec": asked.spec, "argv": asked.argv}, indent=2))
+                shipped = asked.release.document() if asked.release is not None else None
+                document = {"schema": 1, "kind": "launch", "spec": asked.spec, "argv": asked.argv, "release": shipped}
+                print(dumps(document, indent=2))
             else:
                 show_plan(asked)
             return

@@ -81,7 +81,7 @@ def plan(inventory: Inventory, container: str, roots: RootPaths, options: Launch
     config = job_config(inventory, name, job, options.set)
     if job.source is None:  # of other code only the container can tell
         check_job(config, inventory, name, job, options.set)
-    release = pack(inventory.resolve(job.source) if job.source else trainer_source())
+    release = pack(inventory.resolve(job.source) if job.source else trainer_source(), job.include)
     wish = Wish(run, name, container, release.name, config, job.watchdog, foreign=job.source is not None)
     python = interpreter(inventory, job.environment, roots)
     asked = assemble(roots, wish, python, release, resolve_variables(name, job))

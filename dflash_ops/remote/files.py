@@ -12,6 +12,7 @@ from typing import Any, Dict, Iterator, List, Optional, Tuple
 
 from dflash_ops.remote import protocol
 from dflash_ops.remote.channel import Refusal
+from dflash_ops.remote.lines import last_lines
 from dflash_ops.remote.protocol import CONFIGURATION, TEMPORARY, USAGE
 
 RUN_NAME = re.compile(protocol.RUN_NAME + r"\Z")
@@ -77,15 +78,12 @@ def tree_bytes(path: str) -> int:
 
 
 def tail_lines(path: str, lines: int, limit: int = 64 * 1024) -> List[str]:
-    """The last lines of a text file, from at most its last `limit` bytes; empty when there is no file."""
+    """The last lines of a text file, in at most `limit` bytes; empty when there is no file."""
     try:
         with open(path, "rb") as stream:
-            size = os.fstat(stream.fileno()).st_size
-            stream.seek(max(0, size - limit))
-            text = stream.read(limit).decode("utf-8", "backslashreplace")
+            return last_lines(stream, lines, limit)
     except OSError:
         return []
-    return text.splitlines()[-lines:]
 
 
 class RunPaths:

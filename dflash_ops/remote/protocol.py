@@ -100,6 +100,7 @@ class StoredFile(TypedDict):
     size: int
     sha256: str
     executable: bool
+    private: bool
 
 
 class PreflightRequest(Rooted):

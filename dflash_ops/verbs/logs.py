@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from typing import Any, TextIO
 
 from dflash_ops.errors import UsageError
+from dflash_ops.remote.lines import last_segment
 from dflash_ops.remote.protocol import Cursor, LogsRequest
-from dflash_ops.run.probes.log import last_segment
 from dflash_ops.run.record import check_run_name
 from dflash_ops.run.status import Status
-from dflash_ops.text import decoded, visible
+from dflash_ops.text import decoded, fitted, is_dumb, visible
 from dflash_ops.transport.base import BadAnswer, result_of
 from dflash_ops.verbs.reconnect import lasting
 from dflash_ops.verbs.session import Session
@@ -117,11 +117,11 @@ def _shown(line: bytes) -> str:
 
 
 class _Screen:
-    """Where the text goes: lines are written once; on a terminal an unfinished one is redrawn in place."""
+    """Where the text goes: lines are written once; on a terminal that can, an unfinished one is redrawn in place."""
 
     def __init__(self, out: TextIO) -> None:
         self._out = out
-        self._terminal = out.isatty()
+        self._terminal = out.isatty() and not is_dumb()
         self._drawn = False
 
     def write(self, text: str) -> None:
@@ -133,7 +133,8 @@ class _Screen:
         """Show an unfinished line until the next call of anything."""
         if self._terminal and (partial or self._drawn):
             self.clear()
-            self._out.write(partial[: shutil.get_terminal_size().columns - 1])
+            # A row that wrapped would leave a part of itself behind when it is cleared.
+            self._out.write(fitted(partial, shutil.get_terminal_size().columns - 1))
             self._drawn = bool(partial)
         self._out.flush()
 
@@ -229,7 +230,7 @@ class _View:
         if self._held is None:
             self._screen.write(text)
         else:
-            self._held.extend(text.splitlines(keepends=True))
+            self._held.extend(line + "\n" for line in text.split("\n")[:-1])
 
 
 def _unpacked(data: bytes, size: int) -> bytes:

@@ -9,13 +9,20 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
+
+from trainer.core_schema import no_boolean_as_number
 
 
 class Section(BaseModel):
-    """A frozen section that refuses unknown keys."""
+    """A frozen section that refuses unknown keys, and numbers that are none."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _numbers_are_numbers(cls, value: object, info: ValidationInfo) -> object:
+        return no_boolean_as_number(value, cls.model_fields[str(info.field_name)].annotation)
 
 
 class TargetConfig(Section):
