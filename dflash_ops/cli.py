@@ -370,6 +370,30 @@ def pull(
 
 
 @app.command()
+def push(
+    files: Annotated[list[Path], typer.Argument(help="Files and folders of this machine", metavar="FILE...")],
+    container: ContainerOption = None,
+    to: Annotated[
+        str | None, typer.Option("--to", help="Folder of the container; default: `data` below its root", metavar="DIR")
+    ] = None,
+    replace: Annotated[bool, typer.Option("--replace", help="Replace files that have other contents there")] = False,
+    keep_mode: Annotated[
+        bool, typer.Option("--keep-mode", help="Permissions as here; default: as readable as the folder there")
+    ] = False,
+    json: JsonOption = False,
+) -> None:
+    """Bring data and models into the container: resumed where it broke off, verified, in place only when whole."""
+    with session(container, json=json) as opened:
+        from dflash_ops.progress import progress_bar
+        from dflash_ops.show.answers import show_push
+        from dflash_ops.verbs import push as verb
+
+        with progress_bar() as progress:
+            answer = verb.push(opened, verb.PushOptions(tuple(files), to, replace, keep_mode), progress)
+        show(answer, json=json, render=show_push)
+
+
+@app.command()
 def doctor(
     container: Annotated[str | None, typer.Argument(help="Default: the inventory's", metavar="CONTAINER")] = None,
     environment: Annotated[

@@ -46,10 +46,14 @@ class FramedTransport:
         raise AssertionError("_frames ends with a result or raises")
 
     def stream(
-        self, program: Program, request: dict[str, Any], deadline_between_frames: float = 30.0
+        self,
+        program: Program,
+        request: dict[str, Any],
+        deadline_between_frames: float = 30.0,
+        payload: Iterable[bytes] | None = None,
     ) -> Iterator[Frame]:
         """See Transport.stream."""
-        stdin = encode(program, request, STREAM_LIMIT)
+        stdin = encode(program, request, STREAM_LIMIT, payload)
         return self._frames(program, stdin, Deadline(deadline_between_frames), renew=True)
 
     def close(self) -> None:

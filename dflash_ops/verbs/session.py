@@ -66,10 +66,15 @@ class Session:
         return self.transport.run(Program(verb), {"root": self.root, **(request or {})}, payload, deadline, meanwhile)
 
     def stream(
-        self, verb: str, request: dict[str, Any] | None = None, deadline_between_frames: float = 30.0
+        self,
+        verb: str,
+        request: dict[str, Any] | None = None,
+        deadline_between_frames: float = 30.0,
+        payload: Iterable[bytes] | None = None,
     ) -> Iterator[Frame]:
         """Run a remote program and yield its frames; the last one is its result."""
-        return self.transport.stream(Program(verb), {"root": self.root, **(request or {})}, deadline_between_frames)
+        whole = {"root": self.root, **(request or {})}
+        return self.transport.stream(Program(verb), whole, deadline_between_frames, payload)
 
     def __enter__(self) -> Session:
         return self
