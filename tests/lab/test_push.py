@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import signal
-import sys
+import socket
+import threading
+import time
+from collections.abc import Iterator
 
 import pytest
 
@@ -16,28 +20,38 @@ from tests.lab.user import Dflash
 pytestmark = pytest.mark.lab
 
 
-# Carries the connection, at six megabytes a second: so half-way is a state that a test can meet.
-SLOW_LINE = """
-import os, select, socket, sys, time
-line = socket.create_connection((sys.argv[1], int(sys.argv[2])))
-while True:
-    ready, _, _ = select.select([0, line], [], [])
-    if line in ready:
-        data = line.recv(65536)
-        os.write(1, data)
-    else:
-        data = os.read(0, 65536)
-        line.sendall(data)
-        time.sleep(len(data) / 6e6)
-    if not data:
-        break
-"""
+@contextlib.contextmanager
+def slow_line(dflash: Dflash) -> Iterator[None]:
+    """A way to the node that carries six megabytes a second: half-way is then a state that a test can meet."""
+    host = dflash.inventory["hosts"]["node"]
+    kind, key, *_ = (dflash.lab.ssh / "host_ed25519.pub").read_text().split()
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        (dflash.folder / "known").write_text(f"[127.0.0.1]:{port} {kind} {key}\n")
+        dflash.inventory["hosts"]["node"] = {**host, "port": port, "known_hosts": str(dflash.folder / "known")}
+        threading.Thread(target=serve, args=(server, host["port"]), daemon=True).start()
+        try:
+            yield
+        finally:
+            dflash.inventory["hosts"]["node"] = host
+            server.shutdown(socket.SHUT_RDWR)
 
 
-def slow_line(dflash: Dflash) -> None:
-    (dflash.folder / "line.py").write_text(SLOW_LINE)
-    (dflash.folder / "ssh_config").write_text(f"ProxyCommand {sys.executable} {dflash.folder / 'line.py'} %h %p\n")
-    dflash.inventory["hosts"]["node"]["ssh_config"] = str(dflash.folder / "ssh_config")
+def serve(server: socket.socket, port: int) -> None:
+    with contextlib.suppress(OSError):
+        while True:
+            there, _ = server.accept()
+            here = socket.create_connection(("127.0.0.1", port))
+            for source, sink, rate in ((there, here, 6e6), (here, there, 1e9)):
+                threading.Thread(target=carry, args=(source, sink, rate), daemon=True).start()
+
+
+def carry(source: socket.socket, sink: socket.socket, rate: float) -> None:
+    with contextlib.suppress(OSError):
+        while data := source.recv(65536):
+            sink.sendall(data)
+            time.sleep(len(data) / rate)
+        sink.shutdown(socket.SHUT_WR)
 
 
 def sha256(lab: Lab, path: str) -> str:
@@ -56,20 +70,18 @@ def test_a_push_that_is_killed_half_way_goes_on_where_it_stopped(lab: Lab, dflas
         command = f"cat {to}/*.partial/weights.safetensors | wc -c"
         return int(lab.container("sh", "-c", command, check=False).stdout)
 
-    ordinary = dict(dflash.inventory["hosts"]["node"])
-    slow_line(dflash)
     before = 0
     for how in (signal.SIGKILL, signal.SIGINT):
-        pushing = dflash.start("push", str(model), "--to", to)
-        wait_for("more of it has come", lambda: came() > before + (2 << 20), 60)  # noqa: B023
-        pushing.send_signal(how)
-        _, err = pushing.communicate(timeout=30)
+        with slow_line(dflash):
+            pushing = dflash.start("push", str(model), "--to", to)
+            wait_for("more of it has come", lambda: came() > before + (2 << 20), 60)  # noqa: B023
+            pushing.send_signal(how)
+            _, err = pushing.communicate(timeout=30)
         assert pushing.returncode in (-signal.SIGKILL, 130), err
         assert lab.container("ls", to).stdout.strip().endswith(".partial")
         before = came()
     assert "the same `dflash push` goes on" in err
 
-    dflash.inventory["hosts"]["node"] = ordinary
     pushed = dflash.json("push", str(model), "--to", to)
     assert (pushed["kind"], pushed["files"]) == ("push", ["model/config.json", "model/weights.safetensors"])
     assert 0 < pushed["sent"] < 20 << 20
