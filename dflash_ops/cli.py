@@ -505,6 +505,51 @@ def env_uses(
 
 
 @app.command()
+def init(
+    host: Annotated[str, typer.Argument(help="A name that ssh knows, or user@address:port", metavar="HOST")],
+    container: Annotated[
+        list[str] | None, typer.Option("--container", "-c", help="Number or name; may be repeated", metavar="NUMBER")
+    ] = None,
+    python: Annotated[str | None, typer.Option("--python", help="The interpreter's path in the container")] = None,
+    identity: Annotated[Path | None, typer.Option("--identity", help="Private key file for the host")] = None,
+    jump: Annotated[list[str] | None, typer.Option("--jump", help="Host on the way; may be repeated")] = None,
+    yes: Annotated[
+        bool, typer.Option("--yes", "-y", help="Ask nothing: take the host key that is shown, and what is unambiguous")
+    ] = False,
+    json: JsonOption = False,
+) -> None:
+    """Look at a host's containers, write the chosen ones into inventory.yaml, and end with doctor.
+
+    What stands in the file already stays as it is. Without a terminal, options decide.
+    """
+    from dflash_ops.show.choose import ByPerson, say
+    from dflash_ops.show.tables import show_init
+    from dflash_ops.verbs import init as verb
+
+    Common.json = json
+    Common.so_far = "no inventory was written"
+    options = verb.InitOptions(host, tuple(container or ()), python, identity, tuple(jump or ()))
+    by_person = not yes and sys.stdin.isatty() and sys.stderr.isatty()
+    ask = (ByPerson if by_person else verb.ByOptions)(_ask_about_key(yes))
+    answer = verb.init(Common.inventory, options, ask, say)
+    show(answer, json=json, render=show_init)
+    raise typer.Exit(verb.exit_code(answer))
+
+
+def _ask_about_key(yes: bool) -> "Callable[[UnknownKey], bool]":
+    """Shows an unknown host key and asks whether to write it down, unless `yes`."""
+
+    def ask(key: "UnknownKey") -> bool:
+        print(f"{key.host} shows the key {key.kind} {key.fingerprint}", file=sys.stderr)
+        if not yes:
+            confirm("Is that its fingerprint (on the host: `ssh-keygen -lf /etc/ssh/ssh_host_ed25519_key.pub`)?")
+        Common.so_far = f"the key of {key.host} is in {key.known_hosts}"
+        return True
+
+    return ask
+
+
+@app.command()
 def trust(
     host: Annotated[str, typer.Argument(help="Host of the inventory", metavar="HOST", autocompletion=_known("hosts"))],
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask: take what is shown")] = False,
@@ -520,14 +565,7 @@ def trust(
 
     Common.json = json
 
-    def ask(key: "UnknownKey") -> bool:
-        print(f"{key.host} shows the key {key.kind} {key.fingerprint}", file=sys.stderr)
-        if not yes:
-            confirm("Is that its fingerprint (on the host: `ssh-keygen -lf /etc/ssh/ssh_host_ed25519_key.pub`)?")
-        Common.so_far = f"the key of {key.host} is in {key.known_hosts}"
-        return True
-
-    show(verb.trust(load_inventory(Common.inventory), host, ask), json=json, render=show_trust)
+    show(verb.trust(load_inventory(Common.inventory), host, _ask_about_key(yes)), json=json, render=show_trust)
 
 
 @app.command("exec", context_settings={"ignore_unknown_options": True})

@@ -27,6 +27,7 @@ from dflash_ops.document import Document
         ("env-uses", "env.EnvironmentUses"),
         ("gc", "gc.GcReport"),
         ("trust", "trust.TrustReport"),
+        ("init", "candidates.Initialized"),
     ],
 )
 def test_the_kind_of_an_answer_is_its_command(kind: str, model: str) -> None:
@@ -50,6 +51,7 @@ def test_no_answer_is_without_a_kind() -> None:
         "env",
         "gc",
         "trust",
+        "candidates",
         "status",
     ):
         importlib.import_module(f"dflash_ops.verbs.{verb}")
