@@ -531,7 +531,9 @@ def init(
     options = verb.InitOptions(host, tuple(container or ()), python, identity, tuple(jump or ()))
     by_person = not yes and sys.stdin.isatty() and sys.stderr.isatty()
     ask = (ByPerson if by_person else verb.ByOptions)(_ask_about_key(yes))
-    answer = verb.init(Common.inventory, options, ask, say)
+    written = verb.init(Common.inventory, options, ask, say)
+    Common.so_far = f"{written.path} is written; `dflash doctor {written.containers[0]}` looks at the container"
+    answer = verb.diagnosed(written, say)
     show(answer, json=json, render=show_init)
     raise typer.Exit(verb.exit_code(answer))
 

@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 from pydantic import ValidationError
 
@@ -44,6 +44,18 @@ class InitOptions:
     python: str | None = None
     identity: Path | None = None
     jump: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Written:
+    """What stands in the inventory now, and why."""
+
+    host: str
+    path: Path
+    added: tuple[str, ...]
+    containers: tuple[str, ...]  # the chosen ones' names in the inventory
+    pythons: tuple[PythonFound | None, ...]  # of each of them
+    found: tuple[Candidate, ...]
 
 
 class Ask(Protocol):
@@ -93,7 +105,7 @@ class ByOptions:
         return fit[0] if fit else None
 
 
-def init(given: Path | None, options: InitOptions, ask: Ask, say: Callable[[str], None]) -> Initialized:
+def init(given: Path | None, options: InitOptions, ask: Ask, say: Callable[[str], None]) -> Written:
     """Write entries for a host and its chosen containers.
 
     Raises DflashError for what cannot be reached or chosen; then nothing is written but a host key that was accepted.
@@ -126,14 +138,8 @@ def init(given: Path | None, options: InitOptions, ask: Ask, say: Callable[[str]
             say(f"{path}: environments.{each.name} is a comment: jobs that name no environment take the only one")
     if old.containers and old.default_container not in names:
         say(f"the default container stays; `-c {names[0]}` names this one, or `default_container: {names[0]}`")
-    return Initialized(
-        host=name,
-        inventory=str(path),
-        added=tuple(f"{each.section}.{each.name}" for each in additions if not each.commented_out),
-        containers=tuple(names),
-        found=tuple(found),
-        doctor=tuple(_diagnoses(path, names, pythons, say)),
-    )
+    added = tuple(f"{each.section}.{each.name}" for each in additions if not each.commented_out)
+    return Written(name, path, added, tuple(names), tuple(pythons), tuple(found))
 
 
 # ---- the host ---------------------------------------------------------------------------------------------------
@@ -296,16 +302,23 @@ def _write(path: Path, old: Inventory, additions: list[Addition], first: str) ->
     write(path, extended(text, additions, top), additions)
 
 
-def _diagnoses(
-    path: Path, names: list[str], pythons: list[PythonFound | None], say: Callable[[str], None]
-) -> Iterable[Any]:
-    """`doctor` of each container, with the environment that has its interpreter."""
-    inventory = load_inventory(path)
-    for name, python in zip(names, pythons, strict=True):
+def diagnosed(written: Written, say: Callable[[str], None]) -> Initialized:
+    """The answer, with `doctor` of each container and the environment that has its interpreter."""
+    inventory = load_inventory(written.path)
+    diagnoses = []
+    for name, python in zip(written.containers, written.pythons, strict=True):
         same = (key for key, entry in inventory.environments.items() if python and entry.python == python.path)
         say(f"asking doctor about {name}")
         with open_session(inventory, name) as session:
-            yield doctor(session, next(same, None))
+            diagnoses.append(doctor(session, next(same, None)))
+    return Initialized(
+        host=written.host,
+        inventory=str(written.path),
+        added=written.added,
+        containers=written.containers,
+        found=written.found,
+        doctor=tuple(diagnoses),
+    )
 
 
 def exit_code(answer: Initialized) -> Exit:

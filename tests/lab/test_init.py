@@ -56,7 +56,8 @@ def test_init_without_a_terminal_needs_its_decisions_as_options(lab: Lab, dflash
     answer = json.loads(done.stdout)
     assert (answer["kind"], answer["containers"]) == ("init", ["ct200"]), done.stderr
     assert [(each["vmid"], each["status"]) for each in answer["found"]] == [(200, "running"), (201, "stopped")]
-    assert "/usr/bin/python3" in [each["path"] for each in answer["found"][0]["inside"]["pythons"]]
+    (python,) = answer["found"][0]["inside"]["pythons"]
+    assert (python["path"], python["torch"] is not None) == (str(PYTHON), True)
     assert answer["added"] == ["hosts.127.0.0.1", "containers.ct200", "environments.ct200"]
     assert {line["topic"]: line["level"] for line in answer["doctor"][0]["lines"]}["import"] == "ok"
     assert f"[127.0.0.1]:{lab.port} ssh-ed25519" in (dflash.folder / ".ssh/known_hosts").read_text()

@@ -56,7 +56,8 @@ class Way:
     def __call__(self, *answers: Any, host: str = "pve1.example.org", ask: Any = None, **options: Any) -> Initialized:
         self.transport.script = {"init": list(answers)}
         chooser = ask or ByOptions(lambda key: False)
-        return verb.init(self.path, InitOptions(host, **options), chooser, self.said.append)
+        written = verb.init(self.path, InitOptions(host, **options), chooser, self.said.append)
+        return verb.diagnosed(written, self.said.append)
 
 
 @pytest.fixture
