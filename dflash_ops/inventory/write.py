@@ -36,6 +36,11 @@ class Addition:
             lines = [f"{' ' * indent}# {line[indent:]}" for line in lines]
         return "".join(f"{line}\n" for line in lines)
 
+    def stands_in(self, text: str) -> bool:
+        """Whether it is there already as a comment."""
+        lines = {line.strip() for line in text.splitlines()}
+        return all(line.strip() in lines for line in self.block(0).splitlines()[1:])
+
     def flow(self) -> str:
         """The same in one line, for a mapping that is written in braces."""
         inner = ", ".join(f"{key}: {scalar(value)}" for key, value in self.values.items())

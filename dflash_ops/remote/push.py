@@ -50,10 +50,10 @@ def _checked(root: str, to: str) -> str:
     parts = to.split("/")
     if not to.startswith("/") or ".." in parts or "\0" in to:
         raise Refusal(USAGE, "%r is no folder of a container" % to, "give its whole path, such as /data")
-    path = os.path.normpath(to)
+    path = "/" + os.path.normpath(to).lstrip("/")  # two slashes at the beginning stay two
     for name in _OWN:
         own = os.path.join(checked_root(root), name)
-        if path == own or path.startswith(own + "/"):
+        if any((each + "/").startswith(own + "/") for each in (path, os.path.realpath(path))):
             raise Refusal(USAGE, "%s is dflash's own" % own, "name another folder by --to")
     return path
 

@@ -272,7 +272,9 @@ def _additions(
             environments.add(environment)
             why = {"": "name it by `environment:` in each job, then take the # away"} if hides else {}
             comments = {**why, "python": python.about()}
-            found.append(Addition("environments", environment, {"python": python.path}, comments, hides))
+            addition = Addition("environments", environment, {"python": python.path}, comments, hides)
+            if not (hides and addition.stands_in(old.path.read_text(encoding="utf-8"))):
+                found.append(addition)
     return found
 
 

@@ -107,6 +107,7 @@ def push(session: Session, options: PushOptions, progress: Progress) -> Pushed:
     to = options.to if options.to is not None else f"{session.root}/data"
     if not to.startswith("/") or ".." in to.split("/") or not to.isprintable():
         raise UsageError(f"{to!r} is no folder of a container", "give its whole path, such as --to /data")
+    to = "/" + "/".join(part for part in to.split("/") if part not in ("", "."))
     units = _units(options.files, progress)
     sender = _Sender(session, to, units, options, progress)
     sender.look()
@@ -198,6 +199,18 @@ def _file(local: Path, path: str, progress: Progress) -> _File:
     if size != status.st_size:
         raise _changed(local)
     return _File(local, path, size, digest.hexdigest(), stat.S_IMODE(status.st_mode) & 0o777, status.st_mtime_ns)
+
+
+def _contents(file: _File, start: int) -> Iterator[bytes]:
+    left = file.size - start
+    with file.local.open("rb") as stream:
+        stream.seek(start)
+        while left:
+            data = stream.read(min(CHUNK, left))
+            if not data:
+                raise _changed(file.local)
+            left -= len(data)
+            yield data
 
 
 def _changed(local: Path) -> ConfigurationError:
@@ -305,15 +318,12 @@ class _Sender:
     def _payload(self) -> Iterator[bytes]:
         for file, have in self._payload_plan:
             self._progress.file(file.path or file.local.name)
-            left = file.size - have
-            with file.local.open("rb") as stream:
-                stream.seek(have)
-                while left:
-                    data = stream.read(min(CHUNK, left))
-                    if not data:
-                        raise _changed(file.local)
-                    left -= len(data)
-                    yield data
+            try:
+                yield from _contents(file, have)
+            except OSError as error:
+                raise ConfigurationError(
+                    f"cannot read {file.local} any more: {error.strerror}", "push again"
+                ) from error
 
     def _advance(self, event: dict[str, Any]) -> None:
         at = event.get("at")

@@ -11,14 +11,17 @@ from pathlib import Path
 import pytest
 
 from dflash_ops.inventory.load import load_inventory
+from dflash_ops.inventory.models import ContainerEntry
+from dflash_ops.transport.pct import sudoers_line
+from tests.lab import faults
 from tests.lab.lab import Lab
 from tests.lab.user import PYTHON, Dflash
 
 pytestmark = pytest.mark.lab
 
 
-def command(dflash: Dflash, inventory: Path, *words: str) -> list[str]:
-    host = f"root@127.0.0.1:{dflash.lab.port}"
+def command(dflash: Dflash, inventory: Path, *words: str, user: str = "root") -> list[str]:
+    host = f"{user}@127.0.0.1:{dflash.lab.port}"
     argv = [str(PYTHON), "-m", "dflash_ops.main", "--inventory", str(inventory)]
     return [*argv, "init", host, "--identity", str(dflash.lab.key), *words]
 
@@ -73,6 +76,21 @@ def test_init_without_a_terminal_needs_its_decisions_as_options(lab: Lab, dflash
     assert (answer["added"], again.returncode) == (["containers.ct201"], 78)
     assert "stopped" in again.stdout
     assert all(line in inventory.read_text().splitlines() for line in before.splitlines())
+
+
+def test_init_as_a_user_who_may_only_enter_one_container_takes_its_number(lab: Lab, dflash: Dflash) -> None:
+    inventory = dflash.folder / "sudo.yaml"
+    line = sudoers_line(ContainerEntry(host="node", container=200), "operator3")
+    with faults.user(lab, "operator3", line):
+        bare = subprocess.run(
+            command(dflash, inventory, "--yes", user="operator3"), env=dflash.env(), capture_output=True, text=True
+        )
+        assert (bare.returncode, "--container NUMBER" in bare.stderr) == (77, True), bare.stderr
+        words = command(dflash, inventory, "--yes", "-c", "200", "--json", user="operator3")
+        done = subprocess.run(words, env=dflash.env(), capture_output=True, text=True)
+        assert json.loads(done.stdout)["containers"] == ["ct200"], done.stderr
+    written = load_inventory(inventory)
+    assert written.hosts["127.0.0.1"].sudo
 
 
 def test_init_on_a_terminal_asks_which_container_and_which_python(dflash: Dflash) -> None:

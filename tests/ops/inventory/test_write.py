@@ -42,6 +42,7 @@ jobs:
 """
 TEXTS = [
     BLOCK,
+    (Path(__file__).parents[3] / "inventory.yaml").read_text(),
     BLOCK.replace("\n", "\r\n"),
     "containers: {here: {host: local}}\n",
     "containers: {}",

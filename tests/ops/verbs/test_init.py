@@ -163,7 +163,7 @@ def test_what_stands_in_the_inventory_stays_and_is_not_written_twice(way: Way) -
     assert "  # first:  " in way.path.read_text()
     assert any("is a comment" in line for line in way.said)
     text = way.path.read_text()
-    again = way(node(row(200)), inside(), containers=("200",))
+    again = way(node(row(200)), inside(TORCH), containers=("200",))
     assert (again.added, way.path.read_text()) == ((), text)
 
 

@@ -228,6 +228,15 @@ def test_a_file_that_changes_while_it_is_pushed_is_named(
     assert not (there / "model").exists()
 
 
+def test_a_file_that_is_gone_or_shorter_when_it_is_sent_is_named(model: Path, there: Path) -> None:
+    with pytest.raises(ConfigurationError, match=r"cannot read .*weights.safetensors any more: No such file"):
+        send(there, model, meanwhile={0: (model / "weights.safetensors").unlink})
+    (model / "weights.safetensors").write_bytes(b"x" * 7500)
+    with pytest.raises(ConfigurationError, match=r"weights.safetensors changes while it is pushed"):
+        send(there, model, meanwhile={0: lambda: (model / "weights.safetensors").write_bytes(b"x")})
+    assert not (there / "model").exists()
+
+
 def refuse_link(folder: Path) -> Path:
     (folder / "other").symlink_to(folder / "sub")
     return folder
@@ -298,7 +307,7 @@ def test_a_folder_that_is_no_whole_path_is_refused(model: Path, to: str) -> None
 
 
 @pytest.mark.parametrize(
-    ("to", "name"), [("runs", "a"), ("releases/x", "a"), ("env", "a"), ("wheels", "a"), ("", "runs")]
+    ("to", "name"), [("runs", "a"), ("releases/x", "a"), ("env", "a"), ("wheels", "a"), ("", "runs"), (".//runs/", "a")]
 )
 def test_what_dflash_keeps_is_not_pushed_into(tmp_path: Path, to: str, name: str) -> None:
     (tmp_path / name).mkdir()
@@ -308,6 +317,14 @@ def test_what_dflash_keeps_is_not_pushed_into(tmp_path: Path, to: str, name: str
     with pytest.raises(RemoteRefusal, match="is dflash's own") as caught:
         push(session, PushOptions((tmp_path / name,), str(root / to)), Progress())
     assert (caught.value.code, root.exists()) == (2, False)
+
+
+def test_a_link_into_what_dflash_keeps_is_no_way_around(model: Path, there: Path) -> None:
+    root = there.parent / "root"
+    (root / "releases").mkdir(parents=True)
+    there.symlink_to(root / "releases")
+    with pytest.raises(RemoteRefusal, match="is dflash's own"):
+        send(there, model)
 
 
 def test_without_to_it_comes_to_data_below_the_root(model: Path, tmp_path: Path) -> None:
