@@ -4,6 +4,7 @@ Annotations are evaluated here, not kept as text: Typer would compile those of e
 """
 
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -304,6 +305,30 @@ def pull(
 
 
 @app.command()
+def push(
+    files: Annotated[list[Path], typer.Argument(help="Files and folders of this machine", metavar="FILE...")],
+    container: ContainerOption = None,
+    to: Annotated[
+        str | None, typer.Option("--to", help="Folder of the container; default: `data` below its root", metavar="DIR")
+    ] = None,
+    replace: Annotated[bool, typer.Option("--replace", help="Replace files that have other contents there")] = False,
+    keep_mode: Annotated[
+        bool, typer.Option("--keep-mode", help="Permissions as here; default: as readable as the folder there")
+    ] = False,
+    json: JsonOption = False,
+) -> None:
+    """Bring data and models into the container: resumed where it broke off, verified, in place only when whole."""
+    with session(container, json=json) as opened:
+        from dflash_ops.progress import progress_bar
+        from dflash_ops.show.answers import show_push
+        from dflash_ops.verbs import push as verb
+
+        with progress_bar() as progress:
+            answer = verb.push(opened, verb.PushOptions(tuple(files), to, replace, keep_mode), progress)
+        show(answer, json=json, render=show_push)
+
+
+@app.command()
 def doctor(
     container: Annotated[str | None, typer.Argument(help="Default: the inventory's", metavar="CONTAINER")] = None,
     environment: Annotated[
@@ -415,6 +440,53 @@ def env_uses(
 
 
 @app.command()
+def init(
+    host: Annotated[str, typer.Argument(help="A name that ssh knows, or user@address:port", metavar="HOST")],
+    container: Annotated[
+        list[str] | None, typer.Option("--container", "-c", help="Number or name; may be repeated", metavar="NUMBER")
+    ] = None,
+    python: Annotated[str | None, typer.Option("--python", help="The interpreter's path in the container")] = None,
+    identity: Annotated[Path | None, typer.Option("--identity", help="Private key file for the host")] = None,
+    jump: Annotated[list[str] | None, typer.Option("--jump", help="Host on the way; may be repeated")] = None,
+    yes: Annotated[
+        bool, typer.Option("--yes", "-y", help="Ask nothing: take the host key that is shown, and what is unambiguous")
+    ] = False,
+    json: JsonOption = False,
+) -> None:
+    """Look at a host's containers, write the chosen ones into inventory.yaml, and end with doctor.
+
+    What stands in the file already stays as it is. Without a terminal, options decide.
+    """
+    from dflash_ops.show.choose import ByPerson, say
+    from dflash_ops.show.tables import show_init
+    from dflash_ops.verbs import init as verb
+
+    Common.json = json
+    Common.so_far = "no inventory was written"
+    options = verb.InitOptions(host, tuple(container or ()), python, identity, tuple(jump or ()))
+    by_person = not yes and sys.stdin.isatty() and sys.stderr.isatty()
+    ask = (ByPerson if by_person else verb.ByOptions)(_ask_about_key(yes))
+    written = verb.init(Common.inventory, options, ask, say)
+    Common.so_far = f"{written.path} is written; `dflash doctor {written.containers[0]}` looks at the container"
+    answer = verb.diagnosed(written, say)
+    show(answer, json=json, render=show_init)
+    raise typer.Exit(verb.exit_code(answer))
+
+
+def _ask_about_key(yes: bool) -> "Callable[[UnknownKey], bool]":
+    """Shows an unknown host key and asks whether to write it down, unless `yes`."""
+
+    def ask(key: "UnknownKey") -> bool:
+        print(f"{key.host} shows the key {key.kind} {key.fingerprint}", file=sys.stderr)
+        if not yes:
+            confirm("Is that its fingerprint (on the host: `ssh-keygen -lf /etc/ssh/ssh_host_ed25519_key.pub`)?")
+        Common.so_far = f"the key of {key.host} is in {key.known_hosts}"
+        return True
+
+    return ask
+
+
+@app.command()
 def trust(
     host: Annotated[str, typer.Argument(help="Host of the inventory", metavar="HOST", autocompletion=known("hosts"))],
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Accept the key without asking")] = False,
@@ -430,14 +502,7 @@ def trust(
 
     Common.json = json
 
-    def ask(key: "UnknownKey") -> bool:
-        print(f"{key.host} shows the key {key.kind} {key.fingerprint}", file=sys.stderr)
-        if not yes:
-            confirm("Is that its fingerprint (on the host: `ssh-keygen -lf /etc/ssh/ssh_host_ed25519_key.pub`)?")
-        Common.so_far = f"the key of {key.host} is in {key.known_hosts}"
-        return True
-
-    show(verb.trust(load_inventory(Common.inventory), host, ask), json=json, render=show_trust)
+    show(verb.trust(load_inventory(Common.inventory), host, _ask_about_key(yes)), json=json, render=show_trust)
 
 
 @app.command("exec", context_settings={"ignore_unknown_options": True})

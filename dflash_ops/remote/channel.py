@@ -36,6 +36,7 @@ class Channel:
     def __init__(self, source: BinaryIO, sink: BinaryIO) -> None:
         self.payload = source
         self._sink = sink
+        self._read_ahead: Optional[bytes] = None  # of the payload; None: nothing was read yet
         self._last = time.monotonic()
 
     def _write(self, frame: Dict[str, Any], data: Optional[bytes] = None) -> None:
@@ -68,6 +69,26 @@ class Channel:
         ready, _, _ = select.select([self.payload], [], [], seconds)
         if ready and not os.read(self.payload.fileno(), 4096):
             raise PeerGone()
+
+    def receive(self, limit: int, idle: float = 30.0) -> bytes:
+        """Some of the payload, at most `limit` bytes; empty at its end. In a stream it shows life while it waits.
+
+        Raises PeerGone after `idle` seconds without a byte: a connection that was cut unseen must not hold what the
+        next one needs. The first call waits for the first byte, whatever its limit.
+        """
+        if not self._read_ahead:
+            if self._read_ahead is not None:  # the first read takes what stdin's buffer holds, which select can't see
+                self._wait_for_payload(idle)
+            self._read_ahead = self.payload.read1(1 << 18)  # type: ignore[attr-defined]
+        data, self._read_ahead = self._read_ahead[:limit], self._read_ahead[limit:]
+        return data
+
+    def _wait_for_payload(self, idle: float) -> None:
+        end = time.monotonic() + idle
+        while not select.select([self.payload], [], [], 1.0)[0]:
+            self.beat()
+            if time.monotonic() > end:
+                raise PeerGone()
 
     def result(self, value: Mapping[str, Any]) -> None:
         """The last frame."""

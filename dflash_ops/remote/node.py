@@ -35,7 +35,7 @@ def look(request: NodeRequest) -> Dict[str, Any]:
         "version": _version(),
         "status": status.stdout.strip() if status.status == 0 else None,
         "status_error": status.error or status.stderr.strip()[-300:],
-        "config": _config(config.stdout) if config.status == 0 else None,
+        "config": configuration(config.stdout) if config.status == 0 else None,
         "config_error": config.error or config.stderr.strip()[-300:],
         "other_node": _other_node(vmid),
         "driver": gpu.kernel_driver(),
@@ -49,7 +49,8 @@ def _version() -> Optional[str]:
     return done.stdout.strip() or None if done.status == 0 else None
 
 
-def _config(text: str) -> Dict[str, str]:
+def configuration(text: str) -> Dict[str, str]:
+    """What `pct config` printed, without the keys that may hold private notes and secrets."""
     found: Dict[str, str] = {}
     for line in text.splitlines():
         key, colon, value = line.partition(": ")

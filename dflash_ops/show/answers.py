@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from dflash_ops.verbs.kill import KillReport
     from dflash_ops.verbs.launch import LaunchReport
     from dflash_ops.verbs.pull import Pulled
+    from dflash_ops.verbs.push import Pushed
     from dflash_ops.verbs.trust import TrustReport
     from dflash_ops.verbs.wait import Waited
 
@@ -144,6 +145,14 @@ def show_pull(answer: Pulled) -> None:
         print(f"{name} was deleted by the trainer while it was pulled (checkpoint.keep_last says how many stay)")
     for name in answer.refused:
         print(f"left out because of its name: {name}")
+
+
+def show_push(answer: Pushed) -> None:
+    """Print it."""
+    for path in answer.files:
+        print(f"{answer.container}:{answer.folder}/{path}")
+    for path in answer.kept:
+        print(f"{answer.container}:{answer.folder}/{path} was already there")
 
 
 def show_env_build(report: BuildReport) -> None:

@@ -14,6 +14,7 @@ from dflash_ops.text import age
 
 if TYPE_CHECKING:
     from dflash_ops.run.status import Status
+    from dflash_ops.verbs.candidates import Initialized
     from dflash_ops.verbs.diff import Comparison
     from dflash_ops.verbs.doctor import Diagnosis
     from dflash_ops.verbs.runs import Runs
@@ -100,6 +101,17 @@ def show_doctor(answer: Diagnosis) -> None:
     counts = {level: sum(line.level == level for line in answer.lines) for level in ("fail", "warn", "unknown")}
     said = ", ".join(f"{many} {level}" for level, many in counts.items() if many)
     screen.print(f"{answer.container}: {said or 'all is well'}")
+
+
+def show_init(answer: Initialized) -> None:
+    """What was written, and what doctor says of each container."""
+    for name in answer.added:
+        print(f"{answer.inventory}: {name}")
+    if not answer.added:
+        print(f"{answer.inventory} had all of it already")
+    for diagnosis in answer.doctor:
+        print(f"\n{diagnosis.container}")
+        show_doctor(diagnosis)
 
 
 def show_diff(answer: Comparison) -> None:

@@ -71,10 +71,15 @@ class Transport(Protocol):
         ...
 
     def stream(
-        self, program: Program, request: Mapping[str, object], deadline_between_frames: float = 30.0
+        self,
+        program: Program,
+        request: Mapping[str, object],
+        deadline_between_frames: float = 30.0,
+        payload: Iterable[bytes] | None = None,
     ) -> Iterator[Frame]:
         """Yield events as they come, then the result frame. Closing the iterator ends the remote program.
 
+        `payload` follows the request on the program's stdin, which stays open after it.
         Heartbeats (`channel.beat()` in the program) renew the deadline and are not yielded.
         """
         ...

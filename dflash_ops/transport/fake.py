@@ -48,10 +48,14 @@ class FakeTransport:
         return Reply(last.value, events)
 
     def stream(
-        self, program: Program, request: Mapping[str, object], deadline_between_frames: float = 30.0
+        self,
+        program: Program,
+        request: Mapping[str, object],
+        deadline_between_frames: float = 30.0,
+        payload: Iterable[bytes] | None = None,
     ) -> Iterator[Frame]:
         """See Transport.stream."""
-        yield from self._answer(program, request, b"")
+        yield from self._answer(program, request, b"".join(payload or ()))
 
     def close(self) -> None:
         """Remember that it was closed."""

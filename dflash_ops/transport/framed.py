@@ -54,10 +54,14 @@ class FramedTransport:
         return Reply(result_of(frames, events.append), events)
 
     def stream(
-        self, program: Program, request: Mapping[str, object], deadline_between_frames: float = 30.0
+        self,
+        program: Program,
+        request: Mapping[str, object],
+        deadline_between_frames: float = 30.0,
+        payload: Iterable[bytes] | None = None,
     ) -> Iterator[Frame]:
         """See Transport.stream."""
-        stdin = encode(program, request, STREAM_LIMIT)
+        stdin = encode(program, request, STREAM_LIMIT, payload)
         return self._frames(program, stdin, Deadline(deadline_between_frames), renew=True)
 
     def close(self) -> None:

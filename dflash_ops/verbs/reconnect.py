@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import closing
 
 from dflash_ops.transport.base import ConnectionLost, Frame, Unanswered, Unreachable
@@ -18,6 +18,8 @@ def lasting(
     request: Callable[[], Mapping[str, object]],
     *,
     until: float | None = None,
+    payload: Callable[[], Iterable[bytes]] | None = None,
+    meanwhile: str = "the run is not affected; Ctrl-C stops looking",
 ) -> Iterator[Frame]:
     """The frames of a remote program up to its result, over as many connections as it takes.
 
@@ -26,12 +28,14 @@ def lasting(
 
     Args:
         request: makes the request of each connection, so that it can begin where the last one ended.
+        payload: makes what follows the request, after it was made.
+        meanwhile: said while the connection is away.
     """
     reached = False
     wait = 1.0
     while True:
         try:
-            with closing(_stream(session, verb, request())) as frames:
+            with closing(_stream(session, verb, request(), payload)) as frames:
                 for frame in frames:
                     if reached and wait > 1.0:
                         session.say("connected again")
@@ -43,10 +47,12 @@ def lasting(
             if not reached or (until is not None and time.monotonic() + wait >= until):
                 raise
             what = "the connection broke" if isinstance(error, ConnectionLost) else error.message
-            session.say(f"{what}; trying again in {wait:.0f} s (the run is not affected; Ctrl-C stops looking)")
+            session.say(f"{what}; trying again in {wait:.0f} s ({meanwhile})")
             time.sleep(wait)
             wait = min(_LONGEST_PAUSE, wait * 2)
 
 
-def _stream(session: Session, verb: str, request: Mapping[str, object]) -> Generator[Frame, None, None]:
-    yield from session.stream(verb, request)
+def _stream(
+    session: Session, verb: str, request: Mapping[str, object], payload: Callable[[], Iterable[bytes]] | None
+) -> Generator[Frame, None, None]:
+    yield from session.stream(verb, request, payload=payload() if payload is not None else None)

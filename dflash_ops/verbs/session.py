@@ -67,10 +67,14 @@ class Session:
         return self.transport.run(Program(verb), request, payload, deadline, meanwhile)
 
     def stream(
-        self, verb: str, request: Mapping[str, object], deadline_between_frames: float = 30.0
+        self,
+        verb: str,
+        request: Mapping[str, object],
+        deadline_between_frames: float = 30.0,
+        payload: Iterable[bytes] | None = None,
     ) -> Iterator[Frame]:
         """Run a remote program and yield its frames; the last one is its result."""
-        return self.transport.stream(Program(verb), request, deadline_between_frames)
+        return self.transport.stream(Program(verb), request, deadline_between_frames, payload)
 
     def __enter__(self) -> Session:
         return self

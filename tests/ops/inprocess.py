@@ -39,7 +39,7 @@ class InProcess(FakeTransport):
     def _answer(self, program: Program, request: dict[str, Any], payload: bytes) -> Iterator[Frame]:
         self.meanwhile.get(self.round_trips, lambda: None)()
         self.round_trips += 1
-        channel = _Channel(self.cuts.pop(0) if self.cuts else None, self.polls)
+        channel = _Channel(self.cuts.pop(0) if self.cuts else None, self.polls, payload)
         module = importlib.import_module(f"dflash_ops.remote.{program.verb}")
 
         def remote() -> None:
@@ -71,10 +71,10 @@ class InProcess(FakeTransport):
 class _Channel:
     """The remote end. Frames are handed over one by one, so the program is never ahead of its reader by more."""
 
-    def __init__(self, cut: int | None, polls: list[Callable[[], None]]) -> None:
+    def __init__(self, cut: int | None, polls: list[Callable[[], None]], payload: bytes) -> None:
         self.frames: queue.Queue[Frame | BaseException] = queue.Queue(1)
         self.closed = threading.Event()
-        self.payload = io.BytesIO()
+        self.payload = io.BytesIO(payload)
         self._left = cut
         self._polls = polls
 
@@ -96,6 +96,10 @@ class _Channel:
             self._polls.pop(0)()
         else:
             self.closed.wait(0.002)
+
+    def receive(self, limit: int) -> bytes:
+        self.beat()
+        return self.payload.read(limit)
 
     def beat(self) -> None:
         if self._left == 0 or self.closed.is_set():

@@ -21,11 +21,13 @@ from dflash_ops.document import Document
         ("doctor", "doctor.Diagnosis"),
         ("checkpoint", "checkpoint.Saved"),
         ("pull", "pull.Pulled"),
+        ("push", "push.Pushed"),
         ("env-list", "env.EnvironmentList"),
         ("env-build", "env.BuildReport"),
         ("env-uses", "env.EnvironmentUses"),
         ("gc", "gc.GcReport"),
         ("trust", "trust.TrustReport"),
+        ("init", "candidates.Initialized"),
     ],
 )
 def test_the_kind_of_an_answer_is_its_command(kind: str, model: str) -> None:
@@ -45,9 +47,11 @@ def test_no_answer_is_without_a_kind() -> None:
         "doctor",
         "checkpoint",
         "pull",
+        "push",
         "env",
         "gc",
         "trust",
+        "candidates",
         "status",
     ):
         importlib.import_module(f"dflash_ops.verbs.{verb}")

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import io
 import os
 from pathlib import Path
 
 import pytest
 
+from dflash_ops.remote.channel import Channel, PeerGone
 from dflash_ops.transport.base import (
     Program,
     RemoteRefusal,
@@ -49,3 +51,31 @@ def test_a_full_or_missing_disk_is_one_sentence(tmp_path: Path) -> None:
     with pytest.raises(RemoteRefusal) as caught:
         transport().run(Program("store"), request)
     assert caught.value.code == 78
+
+
+def test_a_payload_is_read_to_its_end_whatever_stood_in_the_buffer(tmp_path: Path) -> None:
+    reader, writer = os.pipe()
+    os.write(writer, b"header\n0123456789")
+    with os.fdopen(reader, "rb") as source:
+        source.readline()  # as the bootstrap does: the rest is in the buffer, where select can't see it
+        channel = Channel(source, io.BytesIO())
+        assert channel.receive(0) == b""
+        assert [channel.receive(4), channel.receive(4), channel.receive(4)] == [b"0123", b"4567", b"89"]
+        os.write(writer, b"more")
+        assert channel.receive(100) == b"more"
+        os.close(writer)
+        assert channel.receive(100) == b""
+
+
+def test_a_payload_that_stops_coming_is_given_up_after_showing_life(monkeypatch: pytest.MonkeyPatch) -> None:
+    reader, writer = os.pipe()
+    os.write(writer, b"x")
+    sink = io.BytesIO()
+    with os.fdopen(reader, "rb") as source:
+        channel = Channel(source, sink)
+        assert channel.receive(1) == b"x"
+        channel._last -= 10
+        with pytest.raises(PeerGone):
+            channel.receive(1, idle=0)
+    os.close(writer)
+    assert b"beat" in sink.getvalue()
