@@ -49,7 +49,7 @@ def vllm(config: dict[str, Any]) -> Understood:
     return Understood(
         config["block_size"],
         draft["mask_token_id"],
-        tuple(draft["target_layer_ids"]),
+        tuple(sorted(set(draft["target_layer_ids"]))),
         _windows(config),
         causal,
         theta,
@@ -73,7 +73,7 @@ def sglang(config: dict[str, Any]) -> Understood:
         assert (name in config) <= (name in draft)
     causal = tuple(config.get("is_causal", layer_type == "sliding_attention") for layer_type in config["layer_types"])
     theta = config.get("rope_theta") or config["rope_parameters"]["rope_theta"]
-    return Understood(block, mask, tuple(ids), _windows(config), causal, theta)
+    return Understood(block, mask, tuple(sorted(ids)), _windows(config), causal, theta)
 
 
 def tensorrt_llm(config: dict[str, Any]) -> Understood:
@@ -89,14 +89,16 @@ def tensorrt_llm(config: dict[str, Any]) -> Understood:
 
 
 def llama_cpp(config: dict[str, Any]) -> Understood:
+    """Its converter writes one causal flag for all layers, of `is_causal` or `dflash_config.causal` alone."""
     draft = config.get("dflash_config", {})
+    causal = bool(config.get("is_causal", draft.get("causal", False)))
     target_layers = [i + 1 for i in draft.get("target_layer_ids", config.get("target_layer_ids"))]
     return Understood(
-        config.get("block_size", draft.get("block_size")),
+        draft.get("block_size", config.get("block_size")),
         draft.get("mask_token_id", config.get("mask_token_id")),
         tuple(i - 1 for i in target_layers),
         _windows(config),
-        tuple(config.get("is_causal", kind == "sliding_attention") for kind in config["layer_types"]),
+        (causal,) * len(config["layer_types"]),
         config["rope_theta"],
     )
 

@@ -111,7 +111,10 @@ def main(options: argparse.Namespace) -> int:
     """Run `python -m trainer export`; returns the exit code."""
     out = export(options.checkpoint, options.out, dtype=options.dtype, evaluation=options.evaluation)
     size = (out / "model.safetensors").stat().st_size / 2**20
-    Console(stderr=True).print(f"exported to {out} ({size:.1f} MiB, {options.dtype})", soft_wrap=True)
+    console = Console(stderr=True)
+    console.print(f"exported to {out} ({size:.1f} MiB, {options.dtype})", soft_wrap=True)
+    for limit in DrafterConfig.read(out).engine_limits():
+        console.print(f"note: {limit}", soft_wrap=True)
     return 0
 
 
@@ -131,16 +134,25 @@ def _shown(target: str) -> str:
 def _serving(name: str, target: str | None, config: DrafterConfig) -> Iterator[str]:
     served = _shown(target) if target else "TARGET"
     speculative = json.dumps({"method": "dflash", "model": name, "num_speculative_tokens": config.block_size - 1})
+    gguf = f"--outtype f32 --outfile {name}.gguf"
     yield from (
         "## Serving",
         "",
         "```sh",
-        f"vllm serve {served} --speculative-config '{speculative}'",
+        f"vllm serve {served} --dtype auto --speculative-config '{speculative}'",
         f"python -m sglang.launch_server --model-path {served} --speculative-algorithm DFLASH \\",
         f"  --speculative-draft-model-path {name} --speculative-num-draft-tokens {config.block_size}",
+        f"convert_hf_to_gguf.py {served} --outtype f32 --outfile target.gguf",
+        f"convert_hf_to_gguf.py {name} --target-model-dir {served} {gguf}",
+        f"llama-server -m target.gguf -md {name}.gguf --spec-type draft-dflash \\",
+        f"  --spec-draft-n-max {config.block_size - 1}",
         "```",
         "",
+        "vLLM: give `--dtype` the precision of the target's files, and a target class that has its EAGLE-3 interface.",
+        "",
     )
+    for limit in config.engine_limits():
+        yield from (limit, "")
 
 
 def _measurements(measured: Mapping[str, Any] | None, trained: Mapping[str, Any]) -> Iterator[str]:

@@ -102,6 +102,11 @@ class DrafterConfig:
             raise DrafterConfigError(
                 f"target_layer_ids {list(self.target_layer_ids)} must name layers 0 to {self.num_target_layers - 1}"
             )
+        if list(self.target_layer_ids) != sorted(set(self.target_layer_ids)):
+            raise DrafterConfigError(
+                f"target_layer_ids {list(self.target_layer_ids)} must ascend, each layer once: serving engines tap in "
+                "ascending order, whatever order is written"
+            )
         if not 0 <= self.mask_token_id < self.vocab_size:
             raise DrafterConfigError(
                 f"mask_token_id {self.mask_token_id} is not a row of the target's {self.vocab_size} embeddings"
@@ -186,8 +191,8 @@ class DrafterConfig:
     def to_json(self, dtype: str = "bfloat16") -> dict[str, Any]:
         """Return `config.json`, each draft field both at the top level and in `dflash_config`.
 
-        `is_causal` is written only when it differs from the rule by layer type: readers that predate it would
-        otherwise stumble over a field that says nothing.
+        `is_causal` is written when it differs from the rule by layer type, and when every layer is causal: llama.cpp
+        knows no other sign of that. Elsewhere readers that predate it would stumble over a field that says nothing.
         """
         sliding = "sliding_attention" in self.layer_types
         rope = dict(self.rope_parameters)
@@ -234,12 +239,29 @@ class DrafterConfig:
             "dtype": dtype,
             "torch_dtype": dtype,
         }
-        if self.is_causal is not None and any(
-            self.is_causal != (layer_type == "sliding_attention") for layer_type in self.layer_types
-        ):
-            document["is_causal"] = self.is_causal
-            document["dflash_config"]["causal"] = self.is_causal
+        causal = [self.attention_kind(layer_type).causal for layer_type in self.layer_types]
+        by_type = [layer_type == "sliding_attention" for layer_type in self.layer_types]
+        if all(causal) or causal != by_type:
+            document["is_causal"] = document["dflash_config"]["causal"] = causal[0]
         return document
+
+    def engine_limits(self) -> list[str]:
+        """What serving engines are known not to do with this drafter, a sentence each.
+
+        Seen with llama.cpp b11434, vLLM 0.32.0 and SGLang 0.5.23.
+        """
+        limits = []
+        if len({kind.causal for kind in self.kinds.values()}) > 1:
+            limits.append(
+                "llama.cpp has one causal flag for a whole drafter: the sliding layers of this one, causal in the "
+                "block, would run bidirectionally there and be accepted less. Don't serve it there."
+            )
+        if self.input_embedding_scale != 1.0:
+            limits.append(
+                f"vLLM and SGLang ignore input_embedding_scale ({self.input_embedding_scale:g} here): drafts get "
+                "worse, without a warning (3.01 accepted tokens became 2.03 in one measurement)."
+            )
+        return limits
 
     @classmethod
     def read(cls, folder: Path) -> DrafterConfig:

@@ -140,14 +140,24 @@ def test_sliding_layers_are_causal_in_the_block_unless_the_file_says_otherwise()
 
 
 @pytest.mark.parametrize(
-    ("layer_types", "causal"), [("full_attention", False), ("sliding_attention", True)], ids=["full", "sliding"]
+    ("layer_types", "causal", "written"),
+    [("full_attention", False, None), ("sliding_attention", True, True), ("sliding_attention", None, True)],
 )
-def test_a_causality_that_is_the_rule_is_not_written(layer_types: str, causal: bool) -> None:
+def test_causality_is_written_where_all_layers_have_it_and_not_where_none_has(
+    layer_types: str, causal: bool | None, written: bool | None
+) -> None:
     config = DrafterConfig.from_json(QWEN36_27B | {"layer_types": [layer_types] * 5, "is_causal": causal})
-    written = config.to_json()
-    assert "is_causal" not in written
-    assert "causal" not in written["dflash_config"]
-    assert DrafterConfig.from_json(written).kinds == config.kinds
+    document = config.to_json()
+    assert document.get("is_causal") is document["dflash_config"].get("causal") is written
+    assert DrafterConfig.from_json(document).kinds == config.kinds
+
+
+@pytest.mark.parametrize("ids", [[5, 1, 9], [1, 1, 5]])
+def test_target_layers_that_engines_would_tap_in_another_order_are_refused(ids: list[int]) -> None:
+    with pytest.raises(DrafterConfigError, match="must ascend, each layer once"):
+        DrafterConfig.from_json(
+            QWEN36_27B | {"target_layer_ids": ids, "dflash_config": {}, "mask_token_id": 3, "block_size": 16}
+        )
 
 
 @pytest.mark.parametrize(
