@@ -6,7 +6,7 @@ LAB := $(BIN)/python -m tests.lab.lab
 LAB_PACKAGES := lxc mmdebstrap openssh-server openssh-client sudo perl procps iproute2
 TEST_PACKAGES := zsh fish shellcheck nftables faketime g++ python3-dev
 
-.PHONY: help setup demo test check chaos overfit lock lab-packages lab-up lab-down clean
+.PHONY: help setup demo test check chaos overfit gpu tables lock lab-packages lab-up lab-down clean
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
 
@@ -35,6 +35,12 @@ chaos: lab-packages setup  ## each fault at each moment of each verb: the table,
 
 overfit: setup  ## a drafter learns eight answers by heart; the official package accepts whole blocks
 	@$(BIN)/python -m tests.trainer.overfit
+
+gpu: $(if $(GPU_PYTHON),,setup)  ## on a machine with GPUs: tests, benchmarks, a real run, into benchmarks/results
+	$(or $(GPU_PYTHON),$(BIN)/python) -m benchmarks.gpu $(GPU)
+
+tables: setup  ## the tables of benchmarks/README.md, made from the newest record
+	$(BIN)/python -m benchmarks.tables
 
 check: setup  ## ruff, mypy --strict, shellcheck
 	@tests/lab/packages.sh shellcheck

@@ -1,4 +1,4 @@
-"""How much does `dflash` add to reaching the container, how fast do bytes come, how many round trips has a launch?
+"""Measures what `dflash` adds to reaching the container, how fast bytes come, and the round trips of a launch.
 
     make lab-packages && .venv/bin/python benchmarks/cli.py --rounds 15 --json cli.json      (as root)
 

@@ -1,4 +1,4 @@
-"""How fast is one optimizer step of the drafter, against the two public trainers, in one process on one device?
+"""Measures one optimizer step of the drafter beside the two public trainers, in one process on one device.
 
     python benchmarks/drafter_step.py --peers DIR --shape qwen3-8b --device cuda --json out.json
 
@@ -32,6 +32,7 @@ import ours
 import peers
 
 from trainer.bench.timing import seconds, synchronise
+from trainer.devices import find_device
 
 CONTESTANTS = {
     "dflash graph": lambda shape, device, dtype, source: ours.drafter_step(shape, device, dtype, mode="graph"),
@@ -64,7 +65,7 @@ def main() -> None:
     parser.add_argument("--warmup", type=int, default=4)
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
-    device = torch.device(args.device)
+    device = find_device(args.device)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     shape = peers.SHAPES[args.shape]
     if device.type == "cuda":

@@ -1,4 +1,4 @@
-"""How do the two public DFlash trainers step? Their own classes on random weights, behind one function each.
+"""Steps the two public DFlash trainers: their own classes on random weights, behind one function each.
 
 Both packages come from their unpacked PyPI wheels (`--peers DIR`, holding `specforge/` and `speculators/` folders);
 nothing of theirs is replaced except optional imports that a training step never calls (openai, datasets, loguru). As in

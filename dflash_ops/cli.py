@@ -1,11 +1,9 @@
-"""What can be typed: options in, a rendered answer out. No logic here, and nothing heavy imported at the top.
+"""Defines what can be typed: options in, a rendered answer out. No logic, and nothing heavy imported at the top.
 
 Annotations are evaluated here, not kept as text: Typer would compile those of every command each time.
 """
 
 import sys
-from collections.abc import Callable
-from math import isfinite
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -14,17 +12,28 @@ import typer
 from typer.core import TyperGroup
 
 from dflash_ops.errors import DflashError, Exit, UsageError
+from dflash_ops.options import (
+    Common,
+    ContainerOption,
+    JsonOption,
+    RunArgument,
+    confirm,
+    finite,
+    known,
+    known_runs,
+    session,
+    show,
+)
 from dflash_ops.streams import no_reader
 
 if TYPE_CHECKING:
-    from pydantic import BaseModel
+    from collections.abc import Callable
 
-    from dflash_ops.transport.ssh import UnknownKey
-    from dflash_ops.verbs.session import Session
+    from dflash_ops.transport.known_hosts import UnknownKey
 
 
 class Verbs(TyperGroup):
-    """All verbs; click makes of a reader that has enough, and of Ctrl-C, what no exit code of ours says."""
+    """All verbs. Maps a closed pipe and Ctrl-C to our exit codes."""
 
     def invoke(self, ctx: Any) -> Any:
         """See click."""
@@ -55,16 +64,6 @@ app = typer.Typer(
 )
 
 
-class Common:
-    """Options of the whole command line; they may stand before the verb."""
-
-    debug = False
-    inventory: Path | None = None
-    json = False  # set by a verb's --json, so that errors are JSON as well
-    session: "Session | None" = None  # the verb's, which knows what Ctrl-C leaves behind
-    so_far = "nothing was changed"  # by a verb without one
-
-
 def _version(wanted: bool) -> None:
     if wanted:
         from importlib.metadata import version
@@ -90,103 +89,35 @@ def _common(
     Common.so_far = "nothing was changed"
 
 
-def _known(what: Literal["containers", "jobs", "hosts", "environments"]) -> Callable[[str], list[str]]:
-    """Completes names of the inventory. Completion never fails and never connects."""
-
-    def complete(incomplete: str) -> list[str]:
-        from dflash_ops.inventory.load import load_inventory
-
-        try:
-            names = getattr(load_inventory(Common.inventory), what)
-        except DflashError:
-            return []
-        return [name for name in names if name.startswith(incomplete)]
-
-    return complete
-
-
-def _known_runs(context: typer.Context, incomplete: str) -> list[str]:
-    """Completes runs of the container that this machine has seen."""
-    from dflash_ops.inventory.load import load_inventory
-    from dflash_ops.run.last_known import names
-
-    try:
-        inventory = load_inventory(Common.inventory)
-        container, _ = inventory.container(context.params.get("container"))
-    except DflashError:
-        return []
-    return [name for name in names(inventory.path, container) if name.startswith(incomplete)]
-
-
-def _finite(value: float | None) -> float | None:
-    """Refuses `nan` and `inf`, which click takes for numbers: nothing would ever end."""
-    if value is not None and not isfinite(value):
-        raise typer.BadParameter("it must be a finite number")
-    return value
-
-
-ContainerOption = Annotated[
-    str | None,
-    typer.Option(
-        "--container", "-c", help="Default: the inventory's", metavar="NAME", autocompletion=_known("containers")
-    ),
-]
-JsonOption = Annotated[bool, typer.Option("--json", help="One JSON document on stdout, nothing else there")]
-
-
-def session(container: str | None, *, json: bool = False) -> "Session":
-    """The session of a verb, from the inventory that the options name."""
-    from dflash_ops.inventory.load import load_inventory
-    from dflash_ops.verbs.session import open_session
-
-    Common.json = json
-    Common.session = open_session(load_inventory(Common.inventory), container)
-    return Common.session
-
-
-def show(model: "BaseModel", *, json: bool, render: Callable[[Any], None]) -> None:
-    """Print an answer: the model as JSON, or as `render` shows it."""
-    if json:
-        print(model.model_dump_json(indent=2))
-    else:
-        render(model)
-
-
-RunArgument = Annotated[
-    str | None,
-    typer.Argument(help="Default: the newest run of the container", metavar="RUN", autocompletion=_known_runs),
-]
-
-
 @app.command()
 def launch(
     job: Annotated[
         str | None,
-        typer.Argument(help="Default: the inventory's default job", metavar="JOB", autocompletion=_known("jobs")),
+        typer.Argument(help="Default: the inventory's default job", metavar="JOB", autocompletion=known("jobs")),
     ] = None,
     run: Annotated[str | None, typer.Option("--run", help="Name of the run; default: job and time")] = None,
     container: ContainerOption = None,
     set_: Annotated[
-        list[str] | None, typer.Option("--set", help="Of the trainer's configuration, as optimizer.lr=1e-4")
+        list[str] | None, typer.Option("--set", help="Change the trainer's configuration, as optimizer.lr=1e-4")
     ] = None,
     wait: Annotated[
         Literal["none", "started", "step"] | None,
-        typer.Option("--wait", help="What must be true before it returns; default: the job's `wait`, else started"),
+        typer.Option("--wait", help="Return once this is reached; default: the job's `wait`, else started"),
     ] = None,
     timeout: Annotated[
         float | None,
         typer.Option(
             "--timeout",
-            help="Seconds to wait for that; default: the job's `timeout`, else 120",
+            help="Seconds to wait for --wait; default: the job's `timeout`, else 120",
             min=0,
-            callback=_finite,
+            callback=finite,
         ),
     ] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show what would be done; nothing is connected")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show what would be sent, and connect to nothing")] = False,
     replace: Annotated[bool, typer.Option("--replace", help="Stop the run that holds the same GPUs first")] = False,
     json: JsonOption = False,
 ) -> None:
-    """Start a run; return when it is true that it runs."""
+    """Start a run and return once it is confirmed running."""
     with session(container, json=json) as opened:
         from dflash_ops.plan.plan import LaunchOptions, plan
         from dflash_ops.show.answers import show_launch, show_plan
@@ -210,13 +141,13 @@ def kill(
     run: RunArgument = None,
     container: ContainerOption = None,
     grace: Annotated[
-        float, typer.Option("--grace", help="Seconds from SIGTERM to SIGKILL", min=0, callback=_finite)
+        float, typer.Option("--grace", help="Seconds from SIGTERM to SIGKILL", min=0, callback=finite)
     ] = 45,
     force: Annotated[bool, typer.Option("--force", help="SIGKILL at once: no checkpoint is written")] = False,
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask")] = False,
     json: JsonOption = False,
 ) -> None:
-    """End a run: it may save first. Returns when it is gone."""
+    """Stop a run and return when it is gone. The trainer saves first."""
     with session(container, json=json) as opened:
         from dflash_ops.show.answers import show_kill
         from dflash_ops.verbs import kill as verb
@@ -239,12 +170,12 @@ def status(
         bool,
         typer.Option(
             "--exit-code",
-            help="Exit as the run stands: 0 succeeded, 100 failed, 101 not finished, 103 cancelled, 104 lost",
+            help="Exit with the run's state: 0 succeeded, 100 failed, 101 not finished, 103 cancelled, 104 lost",
         ),
     ] = False,
     json: JsonOption = False,
 ) -> None:
-    """How a run is: its unit, log and GPUs, each asked for itself, and what follows from them."""
+    """Show the state of a run: its unit, log and GPUs, each probed separately, and the verdict."""
     if watch and json:
         raise UsageError("--watch draws a live view, --json prints one document", "use one of the two")
     with session(container, json=json) as opened:
@@ -275,7 +206,7 @@ def tail_logs(
     since: Annotated[str | None, typer.Option("--since", help="10m, 2h, 1d, or 2026-11-30T07:20:00Z")] = None,
     grep: Annotated[str | None, typer.Option("--grep", help="Only lines that match this regular expression")] = None,
 ) -> None:
-    """What a run says. Reconnects by itself; Ctrl-C stops looking, not the run."""
+    """Show a run's log. Reconnects by itself; Ctrl-C ends the view, not the run."""
     from dflash_ops.verbs import logs as verb
 
     begin = verb.parse_since(since) if since is not None else None
@@ -302,7 +233,7 @@ def runs(
     count: Annotated[int, typer.Option("--count", "-n", min=1, max=1000, help="Newest runs to show")] = 20,
     json: JsonOption = False,
 ) -> None:
-    """The runs of a container, newest first, each with its verdict."""
+    """List the runs of a container, newest first, each with its verdict."""
     with session(container, json=json) as opened:
         from dflash_ops.show.tables import show_runs
         from dflash_ops.verbs import runs as verb
@@ -314,15 +245,16 @@ def runs(
 def wait(
     run: RunArgument = None,
     container: ContainerOption = None,
-    goal: Annotated[
-        Literal["started", "step", "finished"], typer.Option("--for", help="What is waited for")
-    ] = "finished",
+    goal: Annotated[Literal["started", "step", "finished"], typer.Option("--for", help="The goal")] = "finished",
     timeout: Annotated[
-        float | None, typer.Option("--timeout", help="Seconds; default: for ever", min=0, callback=_finite)
+        float | None, typer.Option("--timeout", help="Seconds; default: for ever", min=0, callback=finite)
     ] = None,
     json: JsonOption = False,
 ) -> None:
-    """Wait for a run; exits 0 when it came so far, else as it stands: 100 failed, 101 not finished, 103, 104."""
+    """Wait for a run. Exits 0 once the goal is reached, else with the run's state.
+
+    100 failed, 101 not finished, 103 cancelled, 104 lost.
+    """
     with session(container, json=json) as opened:
         from dflash_ops.show.answers import show_wait
         from dflash_ops.verbs import wait as verb
@@ -336,10 +268,10 @@ def wait(
 def checkpoint(
     run: RunArgument = None,
     container: ContainerOption = None,
-    timeout: Annotated[float, typer.Option("--timeout", help="Seconds to wait for it", min=1, callback=_finite)] = 600,
+    timeout: Annotated[float, typer.Option("--timeout", help="Seconds to wait for it", min=1, callback=finite)] = 600,
     json: JsonOption = False,
 ) -> None:
-    """Ask a running trainer to save now; return when the checkpoint is whole."""
+    """Ask a running trainer to save now and return when the checkpoint is complete."""
     with session(container, json=json) as opened:
         from dflash_ops.show.answers import show_checkpoint
         from dflash_ops.verbs import checkpoint as verb
@@ -349,16 +281,18 @@ def checkpoint(
 
 @app.command()
 def pull(
-    run: Annotated[str, typer.Argument(help="The run", metavar="RUN", autocompletion=_known_runs)],
+    run: Annotated[str, typer.Argument(help="The run", metavar="RUN", autocompletion=known_runs)],
     container: ContainerOption = None,
     what: Annotated[
         Literal["checkpoints", "metrics", "log", "all"],
         typer.Option("--what", help="checkpoints, metrics, log or all", metavar="FILES"),
     ] = "checkpoints",
-    to: Annotated[Path, typer.Option("--to", help="They come to this folder, below the run's name")] = Path(),
+    to: Annotated[
+        Path, typer.Option("--to", help="Folder for the files; they go into a folder of the run's name in it")
+    ] = Path(),
     json: JsonOption = False,
 ) -> None:
-    """Bring what a run made here: resumed where it broke off, verified by hash, in place only when whole."""
+    """Copy a run's files to this machine. Resumes a broken transfer and verifies each file by its hash."""
     with session(container, json=json) as opened:
         from dflash_ops.progress import progress_bar
         from dflash_ops.show.answers import show_pull
@@ -401,7 +335,7 @@ def doctor(
     ] = None,
     json: JsonOption = False,
 ) -> None:
-    """Look at everything between here and the GPUs; each line says what is, and the cure. Exits 78 if one fails."""
+    """Check everything between this machine and the GPUs; each line has its cure. Exits 78 if a check fails."""
     with session(container, json=json) as opened:
         from dflash_ops.show.tables import show_doctor
         from dflash_ops.verbs import doctor as verb
@@ -413,12 +347,12 @@ def doctor(
 
 @app.command()
 def diff(
-    run_a: Annotated[str, typer.Argument(help="A run", metavar="RUN_A", autocompletion=_known_runs)],
-    run_b: Annotated[str, typer.Argument(help="Another", metavar="RUN_B", autocompletion=_known_runs)],
+    run_a: Annotated[str, typer.Argument(help="A run", metavar="RUN_A", autocompletion=known_runs)],
+    run_b: Annotated[str, typer.Argument(help="Another", metavar="RUN_B", autocompletion=known_runs)],
     container: ContainerOption = None,
     json: JsonOption = False,
 ) -> None:
-    """What differs between two runs: packages, driver, GPUs, code, configuration, data, cache, environment."""
+    """Show what differs between two runs: packages, driver, GPUs, code, configuration, data, cache, environment."""
     with session(container, json=json) as opened:
         from dflash_ops.show.tables import show_diff
         from dflash_ops.verbs import diff as verb
@@ -428,24 +362,24 @@ def diff(
 
 @app.command()
 def resume(
-    run: Annotated[str, typer.Argument(help="The run that ended", metavar="RUN", autocompletion=_known_runs)],
+    run: Annotated[str, typer.Argument(help="The run that ended", metavar="RUN", autocompletion=known_runs)],
     name: Annotated[str | None, typer.Option("--run", help="Name of the new run; default: job and time")] = None,
     container: ContainerOption = None,
     set_: Annotated[
         list[str] | None, typer.Option("--set", help="Change the configuration, as optimizer.lr=1e-4")
     ] = None,
     current_code: Annotated[
-        bool, typer.Option("--current-code", help="The trainer as it is here now, not as the run had it")
+        bool, typer.Option("--current-code", help="Use the trainer on this machine, not the run's release")
     ] = False,
     wait: Annotated[
-        Literal["none", "started", "step"], typer.Option("--wait", help="What must be true before it returns")
+        Literal["none", "started", "step"], typer.Option("--wait", help="Return once this is reached")
     ] = "started",
     timeout: Annotated[
-        float, typer.Option("--timeout", help="Seconds to wait for that", min=0, callback=_finite)
+        float, typer.Option("--timeout", help="Seconds to wait for --wait", min=0, callback=finite)
     ] = 120,
     json: JsonOption = False,
 ) -> None:
-    """Go on from a run's newest checkpoint, in a new run with the same code, configuration and environment."""
+    """Start a new run from an ended run's newest checkpoint, with its code, configuration and environment."""
     with session(container, json=json) as opened:
         from dflash_ops.show.answers import show_launch
         from dflash_ops.verbs import resume as verb
@@ -460,7 +394,7 @@ app.add_typer(environments, name="env")
 
 @environments.command("list")
 def env_list(container: ContainerOption = None, json: JsonOption = False) -> None:
-    """The environments of the inventory, and what is built in the container."""
+    """List the environments of the inventory, and those that are built in the container."""
     with session(container, json=json) as opened:
         from dflash_ops.show.answers import show_env_list
         from dflash_ops.verbs import env as verb
@@ -472,7 +406,7 @@ def env_list(container: ContainerOption = None, json: JsonOption = False) -> Non
 def env_build(
     name: Annotated[
         str | None,
-        typer.Argument(help="Default: the only one", metavar="NAME", autocompletion=_known("environments")),
+        typer.Argument(help="Default: the only one", metavar="NAME", autocompletion=known("environments")),
     ] = None,
     container: ContainerOption = None,
     offline: Annotated[
@@ -495,7 +429,7 @@ def env_uses(
     container: ContainerOption = None,
     json: JsonOption = False,
 ) -> None:
-    """The runs that were launched with an environment."""
+    """List the runs that were launched with an environment."""
     with session(container, json=json) as opened:
         from dflash_ops.show.answers import show_env_uses
         from dflash_ops.verbs import env as verb
@@ -553,13 +487,13 @@ def _ask_about_key(yes: bool) -> "Callable[[UnknownKey], bool]":
 
 @app.command()
 def trust(
-    host: Annotated[str, typer.Argument(help="Host of the inventory", metavar="HOST", autocompletion=_known("hosts"))],
-    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask: take what is shown")] = False,
+    host: Annotated[str, typer.Argument(help="Host of the inventory", metavar="HOST", autocompletion=known("hosts"))],
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Accept the key without asking")] = False,
     json: JsonOption = False,
 ) -> None:
-    """Show a host's key and write it to known_hosts when you say so. A changed key is never taken.
+    """Show a host's key and write it to known_hosts once you agree. A changed key is refused.
 
-    Only plain keys count: ssh's HostKeyAlias and @cert-authority lines are not honoured.
+    @cert-authority lines are honoured only for a host with `via: openssh`.
     """
     from dflash_ops.inventory.load import load_inventory
     from dflash_ops.show.answers import show_trust
@@ -575,7 +509,7 @@ def exec_(
     run: Annotated[
         str,
         typer.Argument(
-            help="A run; its release, interpreter and variables are used", metavar="RUN", autocompletion=_known_runs
+            help="A run; its release, interpreter and variables are used", metavar="RUN", autocompletion=known_runs
         ),
     ],
     argv: Annotated[list[str], typer.Argument(help="Command and arguments, after `--`", metavar="COMMAND")],
@@ -597,7 +531,7 @@ def gc(
         typer.Option(
             "--older-than",
             min=0,
-            callback=_finite,
+            callback=finite,
             help="Days that a run stays after its end, a compile cache after its last use",
         ),
     ] = 14,
@@ -608,9 +542,9 @@ def gc(
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask")] = False,
     json: JsonOption = False,
 ) -> None:
-    """What may go from the container: old runs and compile caches, releases and environments that no run uses.
+    """List (or remove) old runs, caches, releases and environments that nothing uses.
 
-    Lists, unless --remove. What a live run uses stays.
+    Lists only, unless --remove. Keeps what a live run uses.
     """
     with session(container, json=json) as opened:
         from dflash_ops.show.answers import show_gc
@@ -624,12 +558,3 @@ def gc(
                 confirm(f"Remove these from {opened.container_name}?")
             found = verb.remove(opened, options, found)
         show(found, json=json, render=show_gc)
-
-
-def confirm(question: str) -> None:
-    """Ask on the terminal. Raises UsageError without one, Exit when the answer is no."""
-    if not (sys.stdin.isatty() and sys.stderr.isatty()):
-        raise UsageError(f"there is no terminal to ask on: {question}", "add -y to mean it")
-    if not typer.confirm(question, err=True):
-        print("nothing was done", file=sys.stderr)
-        raise typer.Exit(Exit.OK)

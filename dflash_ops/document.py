@@ -1,4 +1,4 @@
-"""What does every `--json` answer share? A schema number, and moments that both people and programs can read."""
+"""Holds what every `--json` answer shares: a schema number, a kind, and moments for people and programs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What can go wrong, as the user should hear it: one sentence, its cure, and the exit code."""
+"""Defines expected failures: one sentence for the user, its cure, and the exit code."""
 
 from __future__ import annotations
 

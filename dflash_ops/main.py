@@ -7,8 +7,9 @@ from typing import Any
 
 import typer
 
-from dflash_ops.cli import CommandEnded, Common, app
+from dflash_ops.cli import CommandEnded, app
 from dflash_ops.errors import DflashError, Exit, UsageError
+from dflash_ops.options import Common
 from dflash_ops.streams import mend_streams, no_reader
 
 # Typer has click's exceptions under another name in each of its versions.

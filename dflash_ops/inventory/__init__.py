@@ -1,1 +1,1 @@
-"""What `inventory.yaml` says: its models and the reader that checks them."""
+"""Reads inventory.yaml and holds its models."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import os
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import yaml
 from pydantic import (
@@ -23,6 +23,9 @@ from dflash_ops.inventory.models import (
     JobEntry,
     listed,
 )
+
+if TYPE_CHECKING:
+    from pydantic_core import ErrorDetails
 
 MAX_BYTES = 1024 * 1024
 MAX_NODES = 100_000  # aliases of aliases multiply: a small file can be a huge tree
@@ -117,9 +120,20 @@ def _mark(node: yaml.Node, where: tuple[str | int, ...], lines: Lines, path: Pat
             _mark(value, (*where, index), lines, path, seen)
 
 
+def first_problem(error: ValidationError) -> ErrorDetails:
+    """The one to tell. A misspelt key is also a missing one: the cause is told, not its effect."""
+    return min(error.errors(), key=lambda each: each["type"] != "extra_forbidden")
+
+
+def unknown_key(place: str, dotted: str, key: str, known: list[str]) -> ConfigurationError:
+    """A key that is not known, and the one that may be meant."""
+    near = difflib.get_close_matches(key, known, 1)
+    hint = f"did you mean `{near[0]}`?" if near else f"known here: {', '.join(known)}"
+    return ConfigurationError(f"{place}: unknown key `{dotted}`", hint)
+
+
 def _explained(error: ValidationError, path: Path, lines: Lines) -> ConfigurationError:
-    # A misspelt key is also a missing one: the cause is said, not its effect.
-    first = min(error.errors(), key=lambda each: each["type"] != "extra_forbidden")
+    first = first_problem(error)
     loc = first["loc"]
     where: tuple[str | int, ...] = ()
     while len(where) < len(loc) and (*where, loc[len(where)]) in lines:
@@ -130,9 +144,7 @@ def _explained(error: ValidationError, path: Path, lines: Lines) -> Configuratio
         new = _RENAMED.get(str(loc[-1])) if len(loc) == 1 or (loc[0] == "jobs" and len(loc) == 3) else None
         if new is not None:
             return ConfigurationError(f"{path}:{line}: `{dotted}` is now spelled `{new}`", f"write `{new}:` there")
-        near = difflib.get_close_matches(str(loc[-1]), _known_keys(loc[:-1]), 1)
-        hint = f"did you mean `{near[0]}`?" if near else f"known here: {', '.join(_known_keys(loc[:-1]))}"
-        return ConfigurationError(f"{path}:{line}: unknown key `{dotted}`", hint)
+        return unknown_key(f"{path}:{line}", dotted, str(loc[-1]), _known_keys(loc[:-1]))
     if first["type"] == "missing":
         place = f" in `{dotted}`" if dotted else ""
         return ConfigurationError(f"{path}:{line}: the key `{loc[-1]}` is missing{place}", "add it")

@@ -69,12 +69,15 @@ class HostEntry(Entry):
     address: Address = Field(description="Name or address; may be a Host of the ssh configuration")
     user: User | None = Field(None, description="Default: what the ssh configuration says, else your own name")
     port: int | None = Field(None, ge=1, le=65535)
-    identity: Path | None = Field(None, description="Private key file; default: agent, ssh configuration, ~/.ssh")
+    identity: Path | None = Field(
+        None, description="Key file, then the only one; default: ssh configuration, agent, ~/.ssh"
+    )
     known_hosts: Path | None = Field(None, description="Default: what the ssh configuration says, ~/.ssh/known_hosts")
     ssh_config: Path | None = Field(None, description="Default: ~/.ssh/config")
     jump: list[str] = Field(default_factory=list, description="Hosts of this inventory, or user@address:port, in order")
     sudo: bool = Field(False, description="Go through `sudo -n`: the user is not root")
     connect_timeout: float = Field(10.0, gt=0, description="Seconds to open the connection")
+    via: Literal["paramiko", "openssh"] = Field("paramiko", description="openssh: run the `ssh` client")
     cure: str | None = Field(None, description="Said in place of general advice when the host is down")
 
 

@@ -1,11 +1,10 @@
-"""Does the trainer take this configuration? Its own model is asked before anything is sent.
+"""Checks a job's configuration by the trainer's own model before anything is sent.
 
 Errors name the user's own file and line, or the --set that is at fault.
 """
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from pydantic import BaseModel, ValidationError
 
 from dflash_ops.errors import ConfigurationError
-from dflash_ops.inventory.load import Lines, read_yaml
+from dflash_ops.inventory.load import Lines, first_problem, read_yaml, unknown_key
 from dflash_ops.inventory.models import Inventory, JobEntry
 
 if TYPE_CHECKING:
@@ -50,8 +49,7 @@ def check(config: Mapping[str, Any], changes: Sequence[str], place: Callable[[Lo
     try:
         RunConfig.model_validate(config)
     except ValidationError as error:
-        # A misspelt key is also a missing one: the cause is said, not its effect.
-        first = min(error.errors(), key=lambda each: each["type"] != "extra_forbidden")
+        first = first_problem(error)
         where = first["loc"] if first["type"] == "missing" else tuple(_existing(config, first["loc"]))
         given = next(
             (key for key in (text.partition("=")[0] for text in reversed(changes)) if _concerns(key, where)), ""
@@ -93,10 +91,7 @@ def _explained(place: str, problem: ErrorDetails, where: Location, model: type[B
 
         if name in RENAMED_KEYS:
             return ConfigurationError(f"{place}: unknown key `{name}`", f"it is now called `{RENAMED_KEYS[name]}`")
-        known = _keys(model, where[:-1])
-        near = difflib.get_close_matches(str(where[-1]), known, 1)
-        hint = f"did you mean `{near[0]}`?" if near else f"known here: {', '.join(known)}"
-        return ConfigurationError(f"{place}: unknown key `{name}`", hint)
+        return unknown_key(place, name, str(where[-1]), _keys(model, where[:-1]))
     if problem["type"] == "missing":
         return ConfigurationError(f"{place}: the configuration has no `{name}`", f"add it; {_EXPLAIN}")
     message = problem["msg"].removeprefix("Value error, ")

@@ -1,4 +1,4 @@
-"""Works out a launch: the run, its unit, its files and its spec; it only reads files and variables of this machine."""
+"""Works out a launch: run, unit, files and spec. Reads only files and variables of this machine."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from dflash_ops.plan.interpreter import Interpreter, interpreter
 from dflash_ops.plan.release import Release, pack, trainer_source
 from dflash_ops.plan.unit import base_environment, entry_script, env_file, on_exit_script, systemd_run_argv
 from dflash_ops.plan.variables import resolve_variables
+from dflash_ops.remote.protocol import Spec
 from dflash_ops.run.probes.gpu import roles_of
 from dflash_ops.run.record import GpuRoles, RootPaths, check_run_name, launched_by
 
@@ -36,6 +37,19 @@ class LaunchOptions:
 
 
 @dataclass(frozen=True)
+class Wish:
+    """What launch and resume each decide about a run; `assemble` adds the rest."""
+
+    run: str
+    job: str
+    container: str
+    release: str  # its name
+    config: dict[str, Any]
+    watchdog: int | None = None
+    resumed_from: str | None = None
+
+
+@dataclass(frozen=True)
 class Plan:
     """All that a launch sends, worked out before anything is connected."""
 
@@ -45,7 +59,7 @@ class Plan:
     interpreter: Interpreter
     config: dict[str, Any]
     gpus: GpuRoles
-    spec: dict[str, Any]
+    spec: Spec
     argv: list[str]
     entry: str
     on_exit: str
@@ -67,19 +81,9 @@ def plan(inventory: Inventory, container: str, roots: RootPaths, options: Launch
     if job.source is None:  # of other code only the container can tell
         check_job(config, inventory, name, job, options.set)
     release = pack(inventory.resolve(job.source) if job.source else trainer_source())
-    spec = {
-        "schema": 1,
-        "run": run,
-        "job": name,
-        "container": container,
-        "launched_by": launched_by(),
-        "release": release.name,
-        "config": config,
-        "watchdog": job.watchdog,
-        "resumed_from": None,
-    }
+    wish = Wish(run, name, container, release.name, config, job.watchdog)
     python = interpreter(inventory, job.environment, roots)
-    asked = assemble(roots, spec, python, release, resolve_variables(name, job))
+    asked = assemble(roots, wish, python, release, resolve_variables(name, job))
     timeout = options.timeout if options.timeout is not None else job.timeout
     return replace_fields(asked, needs_gpus=needs_gpus(job), wait=options.wait or job.wait, timeout=timeout)
 
@@ -93,34 +97,42 @@ def needs_gpus(job: JobEntry | None) -> bool:
 
 def assemble(
     roots: RootPaths,
-    spec: Mapping[str, Any],
+    wish: Wish,
     python: Interpreter,
     release: Release | None,
     variables: Mapping[str, str],
 ) -> Plan:
-    """The unit and its files for a spec, which is completed by what the other arguments say."""
-    run, config = str(spec["run"]), spec["config"]
+    """The unit, its files and its spec."""
+    run, config = wish.run, wish.config
     paths = roots.run(run)
     gpus = roles_of(GpuRoles(), config)
     base = base_environment(run, paths, str(roots.compile_cache), str(roots.compile_cache.parent))
-    folder = f"{roots.releases}/{spec['release']}"
+    folder = f"{roots.releases}/{wish.release}"
     return Plan(
         run=run,
-        release_name=str(spec["release"]),
+        release_name=wish.release,
         release=release,
         interpreter=python,
         config=dict(config),
         gpus=gpus,
         spec={
-            **spec,
+            "schema": 1,
+            "run": run,
+            "job": wish.job,
+            "container": wish.container,
+            "launched_by": launched_by(),
+            "release": wish.release,
             "environment": python.environment,
             "python": python.path,
             "lock": python.lock,
-            "gpus": gpus.model_dump(),
+            "config": config,
+            "gpus": {"target": gpus.target, "drafters": gpus.drafters},
+            "watchdog": wish.watchdog,
+            "resumed_from": wish.resumed_from,
             "variables": sorted(variables),
         },
-        argv=systemd_run_argv(run, paths, spec["watchdog"]),
-        entry=entry_script(paths, folder, python.path, spec["resumed_from"]),
+        argv=systemd_run_argv(run, paths, wish.watchdog),
+        entry=entry_script(paths, folder, python.path, wish.resumed_from),
         on_exit=on_exit_script(run, paths),
         env=env_file(base, variables),
         variables=sorted(variables),

@@ -1,4 +1,4 @@
-"""Which code does a run execute? A release: the files of one package folder, named by the hash of their contents."""
+"""Packs the code that a run executes: the files of one folder, named by the hash of their contents."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from dflash_ops.errors import ConfigurationError
+from dflash_ops.remote.protocol import StoredFile
 
 MAX_BYTES = 64 * 1024 * 1024
 MAX_FILES = 10_000
@@ -42,7 +42,7 @@ class Release:
         """Size of all contents."""
         return sum(file.size for file in self.files)
 
-    def manifest(self) -> list[dict[str, Any]]:
+    def manifest(self) -> list[StoredFile]:
         """What the container checks the contents against."""
         return [
             {"path": file.path, "size": file.size, "sha256": file.sha256, "executable": file.executable}

@@ -1,4 +1,4 @@
-"""What does systemd run? The unit's properties and the two scripts it starts, as pure functions.
+"""Writes the unit's properties and the two scripts that systemd runs, as pure functions.
 
 Nothing that a user wrote is in the argument list: systemd expands `$` there and keeps it where everybody can read it.
 Paths are of plain characters (the root folder is checked, the run's name too), so no quoting rule applies to them.
@@ -9,10 +9,8 @@ from __future__ import annotations
 import shlex
 from collections.abc import Mapping
 
-from dflash_ops.run.record import RunPaths, unit_name
-
-# A container that is shut down gives its units about a minute (pct shutdown), so a longer grace would be cut off.
-STOP_SECONDS = 45
+from dflash_ops.remote.protocol import STOP_SECONDS, unit_name
+from dflash_ops.run.record import RunPaths
 
 
 def systemd_run_argv(run: str, paths: RunPaths, watchdog: int | None) -> list[str]:

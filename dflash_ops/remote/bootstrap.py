@@ -1,4 +1,4 @@
-"""How does a program start in the container? Sources and request are in memory; nothing is written to disk.
+"""Starts a program in the container from memory; writes nothing to disk.
 
 This file is executed by the constant one-liner in `dflash_ops.transport.program`; a call of `start` is appended
 to it. It makes the shipped modules importable under their usual names and calls `main(request, channel)` of one.
@@ -44,6 +44,8 @@ def start(sources: "dict[str, str]", request: bytes) -> None:
     if sys.version_info < (3, 8):
         sys.stdout.write("\n@@DFLASH no-python3\n")
         return
+    sys.stdout.write("\n@@DFLASH started\n")
+    sys.stdout.flush()
     sys.meta_path.insert(0, _Shipped(sources))
     os.umask(0o022)  # pct hands on the caller's umask and directory
     os.chdir("/")

@@ -10,16 +10,9 @@ import select
 import signal
 import sys
 import time
-from typing import Any, BinaryIO, Dict, NoReturn, Optional
+from typing import Any, BinaryIO, Dict, Mapping, NoReturn, Optional
 
-MARK = b"@@DFLASH "
-
-# Exit codes of the laptop's command, as dflash_ops.errors.Exit names them.
-USAGE = 2
-TEMPORARY = 75
-CONFIGURATION = 78
-RUN_FAILED = 100
-RUN_NOT_FOUND = 102
+from dflash_ops.remote.protocol import CONFIGURATION, MARK, TEMPORARY, Failure
 
 
 class Refusal(Exception):
@@ -97,11 +90,11 @@ class Channel:
             if time.monotonic() > end:
                 raise PeerGone()
 
-    def result(self, value: Dict[str, Any]) -> None:
+    def result(self, value: Mapping[str, Any]) -> None:
         """The last frame."""
         self._write({"kind": "result", "value": value})
 
-    def error(self, value: Dict[str, Any]) -> None:
+    def error(self, value: Failure) -> None:
         """The last frame, when there is no result."""
         self._write({"kind": "error", "value": value})
 
@@ -137,7 +130,7 @@ def serve(request: Dict[str, Any]) -> None:
             channel.error({"code": 70, "message": message, "hint": "", "detail": _traceback()})
 
 
-def _disk_error(error: OSError) -> Dict[str, Any]:
+def _disk_error(error: OSError) -> Failure:
     where = " at %s" % error.filename if error.filename else ""
     message = "the container said: %s%s" % (error.strerror or error, where)
     hint = "free space there (`dflash gc` helps), then try again" if error.errno in (28, 122) else ""

@@ -1,23 +1,24 @@
-"""How does a running trainer save now? It is sent SIGUSR2, and its checkpoints are watched for a new manifest."""
+"""Asks a running trainer to save, by SIGUSR2, and watches for the new manifest."""
 
 from __future__ import annotations
 
 import os
 import signal
 import time
-from typing import Any, Dict, List
+from typing import Any, List
 
 from dflash_ops.remote import files, status, systemd
-from dflash_ops.remote.channel import RUN_FAILED, TEMPORARY, Channel, Refusal
+from dflash_ops.remote.channel import Channel, Refusal
 from dflash_ops.remote.files import RunPaths
+from dflash_ops.remote.protocol import RUN_FAILED, TEMPORARY, CheckpointAnswer, CheckpointRequest
 
 _POLL = 0.25
 
 
-def main(request: Dict[str, Any], channel: Channel) -> Dict[str, Any]:
+def main(request: CheckpointRequest, channel: Channel) -> CheckpointAnswer:
     """Ask for a checkpoint and wait until it is there.
 
-    request: `root`; `run` or null; `timeout` seconds. Event: {run, asked}. Result: {run, checkpoint, seconds}.
+    Event: {run, asked}.
     """
     paths = files.find_run(request["root"], request.get("run"))
     pid = _main_pid(paths)

@@ -1,30 +1,31 @@
-"""What is kept of two runs, and where do their releases differ? Only files that differ are sent."""
+"""Reads what is kept of two runs, and sends the files in which their releases differ."""
 
 from __future__ import annotations
 
 import os
 import re
-from typing import Any, Dict, Optional
+from typing import Dict, List, Optional
 
-from dflash_ops.remote import channel, files, status
+from dflash_ops.remote import files, protocol, status
 from dflash_ops.remote.channel import Channel, Refusal
 from dflash_ops.remote.files import RunPaths
+from dflash_ops.remote.protocol import DiffAnswer, DiffRequest, KeptRun
 
 _LARGEST = 512 * 1024  # bytes of a file that is shown
 _MOST = 3 * 1024 * 1024  # bytes of all of them: a frame has a limit
 
 
-def main(request: Dict[str, Any], channel: Channel) -> Dict[str, Any]:
-    """request: `root`, `runs` [a, b]. Result: `runs` [{run, spec, facts, data}]; `files` {path: [text of a, of b]}."""
+def main(request: DiffRequest, channel: Channel) -> DiffAnswer:
+    """What is kept of both runs, and the texts of the files that differ."""
     runs = [files.find_run(request["root"], name) for name in request["runs"]]
     kept = [_kept(paths) for paths in runs]
     return {"runs": kept, "files": _differing(request["root"], kept)}
 
 
-def _kept(paths: RunPaths) -> Dict[str, Any]:
+def _kept(paths: RunPaths) -> KeptRun:
     spec = files.read_json(paths.spec)
     if spec is None:
-        raise Refusal(channel.CONFIGURATION, "the run %s has no spec.json that can be read" % paths.run)
+        raise Refusal(protocol.CONFIGURATION, "the run %s has no spec.json that can be read" % paths.run)
     return {
         "run": paths.run,
         "spec": spec,
@@ -48,13 +49,13 @@ def _data_hash(paths: RunPaths) -> Optional[str]:
     return match.group(1).decode("ascii") if match else None
 
 
-def _differing(root: str, kept: Any) -> Dict[str, Any]:
+def _differing(root: str, kept: List[KeptRun]) -> Dict[str, List[Optional[str]]]:
     names = [str(one["spec"].get("release")) for one in kept]
     if names[0] == names[1] or not all(re.match(r"[0-9a-f]{32}\Z", name) for name in names):
         return {}
     folders = [os.path.join(files.checked_root(root), "releases", name) for name in names]
     texts = [_texts(folder) for folder in folders]
-    differing = {}
+    differing: Dict[str, List[Optional[str]]] = {}
     left = _MOST
     for path in sorted(set(texts[0]) | set(texts[1])):
         pair = [texts[0].get(path), texts[1].get(path)]

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any, Dict
+from typing import Any, Dict, Union, cast
 
 from dflash_ops.remote.channel import Channel
+from dflash_ops.remote.protocol import FactsRequest, NodeRequest
 
 
-def main(request: Dict[str, Any], channel: Channel) -> Dict[str, Any]:
+def main(request: Union[FactsRequest, NodeRequest], channel: Channel) -> Dict[str, Any]:
     """request: `do`: facts (see `facts.collect`) or node (see `node.look`), and what that one takes."""
     if request["do"] == "node":
         from dflash_ops.remote import node
 
-        return node.look(request)
+        return node.look(cast(NodeRequest, request))
     from dflash_ops.remote import facts
 
-    return facts.collect(request)
+    return facts.collect(cast(FactsRequest, request))

@@ -1,4 +1,4 @@
-"""Which locked environments are there, and how is one built? Beside the others, and under its name only when whole."""
+"""Lists locked environments and builds one beside them; it gets its name only when it is whole."""
 
 from __future__ import annotations
 
@@ -7,9 +7,7 @@ import json
 import os
 import platform
 import re
-import selectors
 import shutil
-import signal
 import stat
 import subprocess
 import time
@@ -17,13 +15,14 @@ import zipfile
 from typing import Any, Dict, List, Optional
 
 from dflash_ops.remote import files, process
-from dflash_ops.remote.channel import CONFIGURATION, TEMPORARY, Channel, Refusal
+from dflash_ops.remote.channel import Channel, Refusal
+from dflash_ops.remote.protocol import CONFIGURATION, TEMPORARY, EnvRequest
 
 DONE = ".dflash-environment.json"  # written last, before the rename
 _HASH = re.compile(r"[0-9a-f]{32}\Z")
 
 
-def main(request: Dict[str, Any], channel: Channel) -> Dict[str, Any]:
+def main(request: EnvRequest, channel: Channel) -> Dict[str, Any]:
     """request: `root`; `do`: list, platform (with `python`) or build (see `build`)."""
     if request["do"] == "list":
         return {"environments": listing(request["root"]), "interpreters": _interpreters(request["root"])}
@@ -94,7 +93,7 @@ def _find_uv(python: str) -> Optional[str]:
     return None
 
 
-def build(request: Dict[str, Any], channel: Channel) -> Dict[str, Any]:
+def build(request: EnvRequest, channel: Channel) -> Dict[str, Any]:
     """Build one.
 
     request: `root`; `name`, the environment's in the inventory; `lock`, its hash; `text`, the lock file; `python`, a
@@ -149,7 +148,7 @@ def _sweep(base: str, lock: str) -> None:
             shutil.rmtree(entry.path, ignore_errors=True)
 
 
-def _fill(request: Dict[str, Any], root: str, place: str, channel: Channel) -> None:
+def _fill(request: EnvRequest, root: str, place: str, channel: Channel) -> None:
     wheels = None
     if request["wheels"]:
         wheels = os.path.join(root, "wheels", request["wheels"], "wheels")
@@ -218,31 +217,16 @@ def _uv(argv: List[str], environment: Dict[str, str], channel: Channel) -> None:
         start_new_session=True,
     )
     said: List[str] = []
-    try:
-        assert child.stdout is not None
-        os.set_blocking(child.stdout.fileno(), False)
-        rest = b""
-        with selectors.DefaultSelector() as selector:
-            selector.register(child.stdout, selectors.EVENT_READ)
-            while True:
-                channel.pause(0)
-                if not selector.select(1):
-                    continue
-                data = child.stdout.read(1 << 16)
-                if not data:
-                    break
-                *lines, rest = (rest + data).split(b"\n")
-                for line in lines:
-                    said.append(line.decode("utf-8", "backslashreplace").rstrip())
-                    channel.event(line=said[-1][:500])
-        status = child.wait()
-    finally:
-        if child.poll() is None:
-            with contextlib.suppress(OSError):
-                os.killpg(child.pid, signal.SIGKILL)
-            child.wait()
-        if child.stdout is not None:
-            child.stdout.close()
+    rest = b""
+
+    def tell(_: str, data: bytes) -> None:
+        nonlocal rest
+        *lines, rest = (rest + data).split(b"\n")
+        for line in lines:
+            said.append(line.decode("utf-8", "backslashreplace").rstrip())
+            channel.event(line=said[-1][:500])
+
+    status = process.pass_on(child, lambda: channel.pause(0), tell)
     if status != 0:
         words = " ".join(line.strip() for line in said[-6:] if line.strip())[:800]
         code = TEMPORARY if "onnect" in words or "timed out" in words else CONFIGURATION

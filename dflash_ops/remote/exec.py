@@ -1,25 +1,19 @@
-"""How does a command run as the trainer of a run does? In its release, with its interpreter and variables."""
+"""Runs a command as a run's trainer is run: in its release, with its interpreter and variables."""
 
 from __future__ import annotations
 
-import contextlib
 import os
-import selectors
-import signal
 import subprocess
-from typing import Any, Dict
 
-from dflash_ops.remote import files
-from dflash_ops.remote.channel import CONFIGURATION, USAGE, Channel, Refusal
-
-_CHUNK = 1 << 16
+from dflash_ops.remote import files, process
+from dflash_ops.remote.channel import Channel, Refusal
+from dflash_ops.remote.protocol import CONFIGURATION, USAGE, ExecAnswer, ExecRequest
 
 
-def main(request: Dict[str, Any], channel: Channel) -> Dict[str, Any]:
+def main(request: ExecRequest, channel: Channel) -> ExecAnswer:
     """Run a command.
 
-    request: `root`, `run` or null for the newest; `argv`. Events: {to: out or err} with data. Result: `status`, as a
-    shell gives it.
+    Events: {to: out or err} with data.
     """
     paths = files.find_run(request["root"], request.get("run"))
     spec = files.read_json(paths.spec)
@@ -44,37 +38,5 @@ def main(request: Dict[str, Any], channel: Channel) -> Dict[str, Any]:
         )
     except ValueError as error:
         raise Refusal(USAGE, "the command cannot be run: %s" % error) from error
-    try:
-        return {"run": paths.run, "status": _pass_on(child, channel)}
-    finally:
-        if child.poll() is None:
-            with contextlib.suppress(OSError):
-                os.killpg(child.pid, signal.SIGTERM)
-            try:
-                child.wait(5)
-            except subprocess.TimeoutExpired:
-                with contextlib.suppress(OSError):
-                    os.killpg(child.pid, signal.SIGKILL)
-
-
-def _pass_on(child: "subprocess.Popen[bytes]", channel: Channel) -> int:
-    """Send both outputs as they come, until both end."""
-    with selectors.DefaultSelector() as selector:
-        for name, stream in (("out", child.stdout), ("err", child.stderr)):
-            if stream is not None:
-                selector.register(stream, selectors.EVENT_READ, name)
-        while selector.get_map():
-            channel.pause(0)
-            for key, _ in selector.select(1):
-                data = os.read(key.fd, _CHUNK)
-                if data:
-                    channel.event(data, to=key.data)
-                else:
-                    selector.unregister(key.fileobj)
-    while True:
-        try:
-            status = child.wait(1)
-        except subprocess.TimeoutExpired:
-            channel.pause(0)
-            continue
-        return status if status >= 0 else 128 - status
+    status = process.pass_on(child, lambda: channel.pause(0), lambda name, data: channel.event(data, to=name), grace=5)
+    return {"run": paths.run, "status": status if status >= 0 else 128 - status}

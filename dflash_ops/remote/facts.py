@@ -1,4 +1,4 @@
-"""What is installed and true in the container? Read from files, without importing torch, within seconds.
+"""Collects what is installed and true in the container, from files, within seconds, without importing torch.
 
 Values of environment variables never leave the container: only their names do.
 """
@@ -19,6 +19,7 @@ import time
 from typing import Any, Callable, Dict, Iterator, List, Optional, Tuple
 
 from dflash_ops.remote import gpu, process, systemd
+from dflash_ops.remote.protocol import FactsRequest
 
 # Whoever "repairs" the tracing race by editing torch edits here (or in a hook that runs at start-up).
 _TORCH_WATCHED = (
@@ -65,7 +66,7 @@ print(json.dumps({
 """
 
 
-def collect(request: Dict[str, Any]) -> Dict[str, Any]:
+def collect(request: FactsRequest) -> Dict[str, Any]:
     """The facts, as `dflash_ops.run.facts.Facts` describes them. Never raises for what it finds or cannot find.
 
     request: `root`; optional `python` (the interpreter's path), `release` (a release's folder), `variables` (names

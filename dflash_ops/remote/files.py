@@ -1,25 +1,31 @@
-"""What does every remote program need? Frames, bounded subprocesses, crash-safe files, the names in a run directory."""
+"""Reads and writes a run's files: paths, crash-safe writes, locks."""
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import re
 import time
 from typing import Any, Dict, Iterator, List, Optional
 
-from dflash_ops.remote.channel import CONFIGURATION, RUN_NOT_FOUND, TEMPORARY, USAGE, Refusal
+from dflash_ops.remote import protocol
+from dflash_ops.remote.channel import Refusal
+from dflash_ops.remote.protocol import CONFIGURATION, RUN_NOT_FOUND, TEMPORARY, USAGE
 
-RUN_NAME = re.compile(r"[a-z0-9][a-z0-9-]{0,62}\Z")
+RUN_NAME = re.compile(protocol.RUN_NAME + r"\Z")
 ROOT = re.compile(r"(/[A-Za-z0-9._-]+)+\Z")
 
 
 def fsync_directory(path: str) -> None:
-    """Make renames and new names in a directory durable."""
+    """Make renames and new names in a directory durable, where the file system can: some answer EINVAL."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):
+            raise
     finally:
         os.close(handle)
 
@@ -89,24 +95,24 @@ class RunPaths:
         if not RUN_NAME.match(run):
             raise Refusal(USAGE, "%r is not a run name" % run)
         self.run = run
-        self.unit = "dflash-%s.service" % run
+        self.unit = protocol.unit_name(run)
         self.directory = os.path.join(checked_root(root), "runs", run)
-        self.spec = self._file("spec.json")
-        self.facts = self._file("facts.json")
-        self.started = self._file("started.json")
-        self.exit = self._file("exit.json")
-        self.kill_requested = self._file("kill-requested.json")
-        self.config = self._file("config.yaml")
+        self.spec = self._file("spec")
+        self.facts = self._file("facts")
+        self.started = self._file("started")
+        self.exit = self._file("exit")
+        self.kill_requested = self._file("kill_requested")
+        self.config = self._file("config")
         self.entry = self._file("entry")
-        self.on_exit = self._file("on-exit")
+        self.on_exit = self._file("on_exit")
         self.env = self._file("env")
         self.log = self._file("log")
-        self.metrics = self._file("metrics.jsonl")
-        self.compile = self._file("compile.json")
+        self.metrics = self._file("metrics")
+        self.compile = self._file("compile")
         self.checkpoints = self._file("checkpoints")
 
     def _file(self, name: str) -> str:
-        return os.path.join(self.directory, name)
+        return os.path.join(self.directory, protocol.RUN_FILES[name])
 
 
 def checked_root(root: str) -> str:

@@ -1,4 +1,4 @@
-"""What may be removed from the container? Never what a run uses; what goes is renamed away first, then deleted."""
+"""Finds and removes what no run uses; renames a folder away first, then deletes it."""
 
 from __future__ import annotations
 
@@ -8,11 +8,12 @@ import os
 import re
 import shutil
 import time
-from typing import Any, Dict, Iterator, List, Optional, Set
+from typing import Iterator, List, Optional, Set
 
 from dflash_ops.remote import files, systemd
-from dflash_ops.remote.channel import CONFIGURATION, Channel, PeerGone, Refusal
+from dflash_ops.remote.channel import Channel, PeerGone, Refusal
 from dflash_ops.remote.files import RunPaths
+from dflash_ops.remote.protocol import CONFIGURATION, GcAnswer, GcItem, GcRequest
 
 # A launch stores its release some time before its run exists.
 _YOUNG_SECONDS = 3600
@@ -21,13 +22,10 @@ _HASH = re.compile(r"[0-9a-f]{32}\Z")
 _LEFT_OVER = re.compile(r"[0-9a-f]{32}\.(tmp|damaged)-|\.gone-")
 
 
-def main(request: Dict[str, Any], channel: Channel) -> Dict[str, Any]:
+def main(request: GcRequest, channel: Channel) -> GcAnswer:
     """List what may go, and remove it when `remove` holds its paths.
 
-    request: `root`; `keep`, how many of the newest ended runs stay; `older_than` seconds since its end that a run must
-    have, and since its last use a compile cache; `caches`: whether compile caches of any age and the other caches go
-    too; `remove`: null, or the paths that were agreed to. Events: {removed}. Result: `items` [{path, kind, bytes,
-    why}], `removed` paths.
+    Events: {removed}.
     """
     root = files.checked_root(request["root"])
     removed: List[str] = []
@@ -47,7 +45,7 @@ def main(request: Dict[str, Any], channel: Channel) -> Dict[str, Any]:
     return {"items": items, "removed": removed}
 
 
-def _removable(root: str, request: Dict[str, Any], channel: Channel) -> Iterator[Dict[str, Any]]:
+def _removable(root: str, request: GcRequest, channel: Channel) -> Iterator[GcItem]:
     runs = files.run_names(root)
     live = _live(root, runs)
     ended = [run for run in runs if run not in live]
@@ -117,7 +115,7 @@ def _made_for(path: str) -> str:
     return "torch %s on %s" % tuple(str(key.get(name, "?"))[:80] for name in ("torch", "gpu"))
 
 
-def _item(path: str, kind: str, why: str, channel: Channel) -> Dict[str, Any]:
+def _item(path: str, kind: str, why: str, channel: Channel) -> GcItem:
     size = files.tree_bytes(path)
     with contextlib.suppress(PeerGone):
         channel.beat()
@@ -142,9 +140,7 @@ def _live(root: str, runs: List[str]) -> Set[str]:
     shown = systemd.show_units([RunPaths(root, run).unit for run in open_runs])
     live = set()
     for run in open_runs:
-        unit = shown.get(RunPaths(root, run).unit, {})
-        over = unit.get("LoadState") == "not-found" or unit.get("ActiveState") in ("inactive", "failed")
-        if not over:
+        if not systemd.is_over(shown.get(RunPaths(root, run).unit, {})):
             live.add(run)
     return live
 

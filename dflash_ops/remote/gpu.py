@@ -1,4 +1,4 @@
-"""What does nvidia-smi say? Asked for a bounded time, and never a second time while an earlier question hangs."""
+"""Asks nvidia-smi for a bounded time, and never again while an earlier question hangs."""
 
 from __future__ import annotations
 
@@ -6,8 +6,6 @@ import contextlib
 import fcntl
 import glob
 import os
-import signal
-import subprocess
 import time
 from typing import Any, Dict, Optional
 
@@ -81,37 +79,20 @@ def _query(lock_path: str, limit: float) -> Dict[str, Any]:
 
 def _run(program: str, lock: Optional[int], limit: float) -> Dict[str, Any]:
     argv = [program, "--query-gpu=" + ",".join(FIELDS), "--format=csv,noheader,nounits"]
-    with process.scratch() as out, process.scratch() as err:
-        try:
-            # The child shares our lock: a child that cannot be killed (a driver call in D state) keeps holding it
-            # after we are gone, and the kernel lets go of it when the child ends.
-            child = subprocess.Popen(
-                argv,
-                stdin=subprocess.DEVNULL,
-                stdout=out,
-                stderr=err,
-                env=dict(os.environ, LC_ALL="C"),
-                start_new_session=True,
-                pass_fds=() if lock is None else (lock,),
-            )
-        except OSError as error:
-            return {"state": "broken", "message": str(error)}
+
+    def note(pid: int) -> None:
         if lock is not None:
             with contextlib.suppress(OSError):
-                os.pwrite(lock, b"%-20d" % child.pid, 0)
-        try:
-            status = child.wait(limit)
-        except subprocess.TimeoutExpired:
-            with contextlib.suppress(OSError):
-                os.killpg(child.pid, signal.SIGKILL)
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                child.wait(0.2)
-            return {"state": "timeout", "seconds": limit}
-        texts = []
-        for stream in (out, err):
-            stream.seek(0)
-            texts.append(stream.read(256 * 1024).decode("utf-8", "backslashreplace"))
-        return {"state": "ran", "rc": status, "stdout": texts[0], "stderr": texts[1]}
+                os.pwrite(lock, b"%-20d" % pid, 0)
+
+    # The child shares our lock: a child that cannot be killed (a driver call in D state) keeps holding it after we are
+    # gone, and the kernel lets go of it when the child ends.
+    done = process.call(argv, limit, keep=() if lock is None else (lock,), started=note)
+    if done.timed_out:
+        return {"state": "timeout", "seconds": limit}
+    if done.status is None:
+        return {"state": "broken", "message": done.error}
+    return {"state": "ran", "rc": done.status, "stdout": done.stdout, "stderr": done.stderr}
 
 
 def _busy(lock: int) -> Dict[str, Any]:

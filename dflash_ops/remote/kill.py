@@ -1,4 +1,4 @@
-"""How does a run end on request? Asked, waited for, forced, confirmed; each step is told while it happens."""
+"""Ends a run: asks, waits, forces, confirms, and reports each step."""
 
 from __future__ import annotations
 
@@ -8,32 +8,30 @@ import time
 from typing import Any, Dict, Optional
 
 from dflash_ops.remote import files, gpu, process, status, systemd
-from dflash_ops.remote.channel import TEMPORARY, Channel, Refusal
+from dflash_ops.remote.channel import Channel, Refusal
 from dflash_ops.remote.files import RunPaths
+from dflash_ops.remote.protocol import STOP_SECONDS, TEMPORARY, KillAnswer, KillRequest, Wanted
 
 _POLL = 0.2
 _AFTER_FORCE = 15.0  # seconds for systemd to bury what was killed and for the recorder to write
 _GPU_FREE = 20.0  # seconds for the driver to give the memory back
 _LAUNCH = 45.0  # seconds for a launch of the same run to let go of its lock
-_DEAD = ("inactive", "failed")
 
 
-def main(request: Dict[str, Any], channel: Channel) -> Dict[str, Any]:
+def main(request: KillRequest, channel: Channel) -> KillAnswer:
     """Stop a run.
 
-    request: `root`; `run` or null for the newest; `grace` seconds before SIGKILL; `force`: SIGKILL at once; `by`, who
-    asks; `stop_seconds`, the unit's own TimeoutStopSec. Events: {run, state}, {waited}. Result: `outcome`: stopped,
-    killed or already-ended; `snapshot`; `gpu`: the raw answer of nvidia-smi from before, null when not asked.
+    Events: {run, state}, {waited}.
     """
     paths = files.find_run(request["root"], request.get("run"))
-    unit = _show(paths)
-    if _dead(unit) and not os.path.exists(paths.started):
+    unit = systemd.unit_of(paths.unit)
+    if systemd.is_over(unit) and not os.path.exists(paths.started):
         # A launch may be under way: between its mkdir and its started.json, which it holds the lock for, there is no
         # unit yet. It must not begin after we have said that the run has ended.
         with files.locked(os.path.join(request["root"], "launch.lock"), _LAUNCH):
-            unit = _show(paths)
+            unit = systemd.unit_of(paths.unit)
     started = files.read_json(paths.started) or {}
-    if _dead(unit):
+    if systemd.is_over(unit):
         channel.event(run=paths.run, state="already ended")
         return _answer("already-ended", paths, request, None)
     if started.get("invocation_id") and unit.get("InvocationID") not in ("", started["invocation_id"]):
@@ -44,36 +42,14 @@ def main(request: Dict[str, Any], channel: Channel) -> Dict[str, Any]:
         )
     used = _gpu_memory(paths, request)
     channel.pause(0)  # a kill that was given up while the container was frozen must not happen when it thaws
-    if _dead(_show(paths)) or os.path.exists(paths.exit):
+    if systemd.is_over(systemd.unit_of(paths.unit)) or os.path.exists(paths.exit):
         # It ended by itself while nvidia-smi was asked: a kill request now would hide how.
         channel.event(run=paths.run, state="already ended")
         return _answer("already-ended", paths, request, None)
     grace, force = float(request["grace"]), bool(request["force"])
-    earlier = files.read_json(paths.kill_requested) or {"sent": False}
-    sent = bool(earlier.get("sent", True))
-    wish = {"time": time.time(), "by": request["by"], "grace": grace, "force": force, "sent": sent}
-    if force or not sent:
-        # The record comes first: whatever happens next, an end that follows will be known as asked for. `sent` comes
-        # when systemd took it: without that, a run that goes on and ends by itself later was not stopped by us.
-        files.write_json(paths.kill_requested, wish)
-    if force:
-        refused = _force(paths)
-    elif grace <= float(request["stop_seconds"]):
-        # systemd itself ends the run after its own time, even if we are gone by then.
-        refused = _systemctl("--no-block", "stop", paths.unit)
-    else:
-        refused = _systemctl("kill", "--kill-who=main", "--signal=TERM", paths.unit)
-    if refused is not None:
-        if not sent:
-            os.unlink(paths.kill_requested)
-        if not _dead(_show(paths)):
-            hint = "look at it with `systemctl status %s` in the container" % paths.unit
-            raise Refusal(TEMPORARY, "systemd did not stop the run %s: %s" % (paths.run, refused), hint, "refused")
+    if not _ask(paths, grace, force, request["by"]):
         channel.event(run=paths.run, state="already ended")
         return _answer("already-ended", paths, request, None)
-    if not sent:
-        with contextlib.suppress(OSError):  # a disk that is full by now: the end itself must tell
-            files.write_json(paths.kill_requested, dict(wish, sent=True))
     channel.event(run=paths.run, state="asked to stop")
     outcome = "killed" if force else "stopped"
     if not force and not _gone(paths, grace, channel):
@@ -93,17 +69,38 @@ def main(request: Dict[str, Any], channel: Channel) -> Dict[str, Any]:
     return _answer(outcome, paths, request, used)
 
 
-def _answer(outcome: str, paths: RunPaths, request: Dict[str, Any], used: Optional[Dict[str, Any]]) -> Dict[str, Any]:
-    wanted = {"root": request["root"], "gpu": used is not None, "lines": 50}
+def _ask(paths: RunPaths, grace: float, force: bool, by: str) -> bool:
+    """Record who asks and ask systemd; false when the unit ended before. Raises Refusal when systemd does not do it."""
+    earlier = files.read_json(paths.kill_requested) or {"sent": False}
+    sent = bool(earlier.get("sent", True))
+    wish = {"time": time.time(), "by": by, "grace": grace, "force": force, "sent": sent}
+    if force or not sent:
+        # The record comes first: whatever happens next, an end that follows will be known as asked for. `sent` comes
+        # when systemd took it: without that, a run that goes on and ends by itself later was not stopped by us.
+        files.write_json(paths.kill_requested, wish)
+    if force:
+        refused = _force(paths)
+    elif grace <= STOP_SECONDS:
+        # systemd itself ends the run after its own time, even if we are gone by then.
+        refused = _systemctl("--no-block", "stop", paths.unit)
+    else:
+        refused = _systemctl("kill", "--kill-who=main", "--signal=TERM", paths.unit)
+    if refused is not None:
+        if not sent:
+            os.unlink(paths.kill_requested)
+        if not systemd.is_over(systemd.unit_of(paths.unit)):
+            hint = "look at it with `systemctl status %s` in the container" % paths.unit
+            raise Refusal(TEMPORARY, "systemd did not stop the run %s: %s" % (paths.run, refused), hint, "refused")
+        return False
+    if not sent:
+        with contextlib.suppress(OSError):  # a disk that is full by now: the end itself must tell
+            files.write_json(paths.kill_requested, dict(wish, sent=True))
+    return True
+
+
+def _answer(outcome: str, paths: RunPaths, request: KillRequest, used: Optional[Dict[str, Any]]) -> KillAnswer:
+    wanted: Wanted = {"root": request["root"], "gpu": used is not None, "lines": 50}
     return {"outcome": outcome, "gpu": used, "snapshot": status.snapshot(paths, wanted)}
-
-
-def _show(paths: RunPaths) -> Dict[str, str]:
-    return systemd.show_units([paths.unit]).get(paths.unit, {})
-
-
-def _dead(unit: Dict[str, str]) -> bool:
-    return unit.get("LoadState") == "not-found" or unit.get("ActiveState") in _DEAD
 
 
 def _systemctl(*words: str) -> Optional[str]:
@@ -126,7 +123,7 @@ def _gone(paths: RunPaths, seconds: float, channel: Channel) -> bool:
     begin = time.monotonic()
     told = 0.0
     while True:
-        if _dead(_show(paths)):
+        if systemd.is_over(systemd.unit_of(paths.unit)):
             return True
         waited = time.monotonic() - begin
         if waited >= seconds:
@@ -137,7 +134,7 @@ def _gone(paths: RunPaths, seconds: float, channel: Channel) -> bool:
         channel.pause(min(_POLL, max(0.01, seconds - waited)))
 
 
-def _gpu_memory(paths: RunPaths, request: Dict[str, Any]) -> Optional[Dict[str, Any]]:
+def _gpu_memory(paths: RunPaths, request: KillRequest) -> Optional[Dict[str, Any]]:
     """nvidia-smi's answer while the run still holds its GPUs; None for a run on CPU."""
     spec = files.read_json(paths.spec) or {}
     held = spec.get("gpus") or {}
@@ -146,7 +143,7 @@ def _gpu_memory(paths: RunPaths, request: Dict[str, Any]) -> Optional[Dict[str, 
     return gpu.ask(request["root"])
 
 
-def _wait_for_gpus(request: Dict[str, Any], channel: Channel) -> None:
+def _wait_for_gpus(request: KillRequest, channel: Channel) -> None:
     """The driver gives memory back a moment after the process: wait until two answers are the same."""
     end = time.monotonic() + _GPU_FREE
     before = None

@@ -1,4 +1,4 @@
-"""How does a run begin? Made and started under one lock, so that it exists wholly or not at all; then watched."""
+"""Makes and starts a run under one lock, so that it exists wholly or not at all; then watches it."""
 
 from __future__ import annotations
 
@@ -8,13 +8,14 @@ import os
 import re
 import shutil
 import time
-from typing import Any, Dict, List, Optional
+from typing import Any, Dict, List, Mapping, Optional
 
-from dflash_ops.remote import files, preflight, process, status, systemd
-from dflash_ops.remote.channel import CONFIGURATION, TEMPORARY, Channel, Refusal
+from dflash_ops.remote import files, preflight, process, protocol, status, systemd
+from dflash_ops.remote.channel import Channel, Refusal
 from dflash_ops.remote.files import RunPaths
+from dflash_ops.remote.protocol import CONFIGURATION, TEMPORARY, LaunchAnswer, LaunchRequest, Spec
 
-FILES = ("config.yaml", "entry", "on-exit", "env")
+FILES = tuple(protocol.RUN_FILES[name] for name in ("config", "entry", "on_exit", "env"))
 _POLL = 0.2  # seconds between looks at the run's files
 _UNIT_EVERY = 1.0  # seconds between questions to systemd
 # The first lines of a trainer that dies at import are its traceback: it gets time to die before it counts as begun.
@@ -22,12 +23,10 @@ _TROUBLE = re.compile(rb"^(Traceback \(most recent|\S+ (ERROR|CRITICAL) )", re.M
 _DYING = 5.0
 
 
-def main(request: Dict[str, Any], channel: Channel) -> Dict[str, Any]:
+def main(request: LaunchRequest, channel: Channel) -> LaunchAnswer:
     """Start a run and watch it.
 
-    request: `root`, `run`; `spec` as spec.json without `created`; `files` {name: text} of FILES; `argv` of systemd-run;
-    `wait`: none, started or step; `timeout` seconds for the wait. Events: {stage}, {status}, {lines}. Result:
-    `reached`: none, started, step, ended or timeout; `snapshot`, a probe of the run.
+    Events: {stage}, {status}.
     """
     paths = RunPaths(request["root"], request["run"])
     version = preflight.systemd_version()
@@ -65,7 +64,7 @@ def main(request: Dict[str, Any], channel: Channel) -> Dict[str, Any]:
 # ---- before ------------------------------------------------------------------------------------------------
 
 
-def _facts(request: Dict[str, Any], channel: Channel) -> Dict[str, Any]:
+def _facts(request: LaunchRequest, channel: Channel) -> Dict[str, Any]:
     """What is true in the container now: stored with the run."""
     channel.event(stage="facts")
     from dflash_ops.remote import facts
@@ -77,7 +76,7 @@ def _facts(request: Dict[str, Any], channel: Channel) -> Dict[str, Any]:
 
 def _refuse_twin(paths: RunPaths, version: int) -> None:
     """A name is used once. What a launch left that was cut off is finished or cleared first."""
-    unit = systemd.show_units([paths.unit]).get(paths.unit, {})
+    unit = systemd.unit_of(paths.unit)
     loaded = unit.get("LoadState") not in (None, "not-found")
     if os.path.lexists(paths.directory):
         started = os.path.exists(paths.started)
@@ -89,7 +88,7 @@ def _refuse_twin(paths: RunPaths, version: int) -> None:
             raise preflight.taken(paths, unit)
         _forget_unstarted(paths)  # cut off before its unit: nothing ever ran
     elif loaded:
-        if unit.get("ActiveState") not in ("inactive", "failed"):
+        if not systemd.is_over(unit):
             message = "the unit %s runs already, and not for a run of %s" % (
                 paths.unit,
                 os.path.dirname(paths.directory),
@@ -99,7 +98,7 @@ def _refuse_twin(paths: RunPaths, version: int) -> None:
         process.call(["systemctl", "reset-failed", paths.unit], 10)
 
 
-def _refuse_busy_gpus(root: str, spec: Dict[str, Any]) -> None:
+def _refuse_busy_gpus(root: str, spec: Spec) -> None:
     """GPUs are held by one live run at a time."""
     wanted = _gpus(spec)
     if not wanted:
@@ -111,9 +110,9 @@ def _refuse_busy_gpus(root: str, spec: Dict[str, Any]) -> None:
             theirs = _gpus(files.read_json(other.spec) or {}) & wanted
             if theirs:
                 candidates[other.unit] = (run, theirs)
-    for unit, shown in systemd.show_units(sorted(candidates)).items():
-        if shown.get("LoadState") == "loaded" and shown.get("ActiveState") not in ("inactive", "failed"):
-            run, theirs = candidates[unit]
+    shown = systemd.show_units(sorted(candidates))
+    for unit, (run, theirs) in sorted(candidates.items()):
+        if not systemd.is_over(shown.get(unit, {})):
             numbers = ", ".join(str(index) for index in sorted(theirs))
             raise Refusal(
                 TEMPORARY,
@@ -123,7 +122,7 @@ def _refuse_busy_gpus(root: str, spec: Dict[str, Any]) -> None:
             )
 
 
-def _gpus(spec: Dict[str, Any]) -> "set[int]":
+def _gpus(spec: Mapping[str, Any]) -> "set[int]":
     held = spec.get("gpus") or {}
     return {int(index) for role in ("target", "drafters") for index in held.get(role) or []}
 
@@ -131,7 +130,7 @@ def _gpus(spec: Dict[str, Any]) -> "set[int]":
 # ---- making ------------------------------------------------------------------------------------------------
 
 
-def _make(paths: RunPaths, request: Dict[str, Any], facts: Dict[str, Any]) -> None:
+def _make(paths: RunPaths, request: LaunchRequest, facts: Dict[str, Any]) -> None:
     """The run directory and all that stands in it before the start. spec.json comes last: with it a run is whole."""
     os.mkdir(paths.directory, 0o755)
     for name in FILES:
@@ -145,7 +144,7 @@ def _make(paths: RunPaths, request: Dict[str, Any], facts: Dict[str, Any]) -> No
 def _run_unit(paths: RunPaths, argv: List[str]) -> None:
     """Hand the run to systemd. Its exit code says little: a trainer that fails at once may or may not fail it."""
     done = process.call(argv, 60)
-    unit = systemd.show_units([paths.unit]).get(paths.unit, {})
+    unit = systemd.unit_of(paths.unit)
     if done.status == 0 or os.path.exists(paths.exit) or unit.get("LoadState") == "loaded":
         return
     said = (done.stderr.strip().splitlines() or [done.error or "no reason given"])[-1]
@@ -157,7 +156,7 @@ def _run_unit(paths: RunPaths, argv: List[str]) -> None:
 def _forget_unstarted(paths: RunPaths) -> None:
     """Remove the directory of a run whose unit never existed."""
     with contextlib.suppress(Refusal):
-        unit = systemd.show_units([paths.unit]).get(paths.unit, {})
+        unit = systemd.unit_of(paths.unit)
         if unit.get("LoadState") == "not-found" and not os.path.exists(paths.exit):
             shutil.rmtree(paths.directory, ignore_errors=True)
 
@@ -172,7 +171,7 @@ def _undo(paths: RunPaths) -> None:
 
 def record_start(paths: RunPaths, version: int) -> None:
     """started.json, from what systemd says now; from the exit record when the unit is gone already."""
-    unit = systemd.show_units([paths.unit]).get(paths.unit, {})
+    unit = systemd.unit_of(paths.unit)
     ended = files.read_json(paths.exit) or {}
     pid = int(unit.get("MainPID") or 0)
     started = {
@@ -215,11 +214,10 @@ def _watch(paths: RunPaths, wait: str, timeout: float, channel: Channel) -> str:
         over = os.path.exists(paths.exit)
         if over or now - asked >= _UNIT_EVERY:
             asked = now
-            unit = systemd.show_units([paths.unit]).get(paths.unit, {})
-            state = unit.get("ActiveState")
-            if unit.get("LoadState") == "not-found" or state in ("failed", "inactive"):
+            unit = systemd.unit_of(paths.unit)
+            if systemd.is_over(unit):
                 return "ended"
-            runs = state == "active"
+            runs = unit.get("ActiveState") == "active"
             text = unit.get("StatusText") or None
             if text != said:
                 said = text

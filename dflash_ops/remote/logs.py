@@ -1,4 +1,4 @@
-"""What is in a run's log from a given byte on? Bytes leave with their (inode, offset): none is lost or repeated.
+"""Sends a run's log from a given byte on, each piece with its (inode, offset): none is lost or repeated.
 
 The cursor is the laptop's: after a broken connection it asks again from the last byte that it got. No `tail -f` is
 left behind, and no inotify is used: it misses renames on overlay file systems.
@@ -12,11 +12,12 @@ import os
 import re
 import time
 import zlib
-from typing import Any, BinaryIO, Dict, Optional, Tuple
+from typing import BinaryIO, Optional, Tuple
 
 from dflash_ops.remote import files, status
 from dflash_ops.remote.channel import Channel
 from dflash_ops.remote.files import RunPaths
+from dflash_ops.remote.protocol import Cursor, LogsRequest, Snapshot
 
 CHUNK = 256 * 1024
 _POLL = 0.25  # seconds between looks at the file
@@ -24,7 +25,7 @@ _UNIT_EVERY = 3.0  # seconds between questions to systemd
 _STAMP = re.compile(rb"(\d{4})-(\d\d)-(\d\d)T(\d\d):(\d\d):(\d\d)(?:\.(\d{1,9}))?Z")
 
 
-def main(request: Dict[str, Any], channel: Channel) -> Dict[str, Any]:
+def main(request: LogsRequest, channel: Channel) -> Snapshot:
     """Send the log.
 
     request: `root`, `run`; `cursor` {inode, offset} or null to begin; then `lines` (null: all) and `since` (unix
@@ -67,7 +68,7 @@ class _Reader:
         self._offset = 0
         self._told_gone = False
 
-    def open(self, cursor: Optional[Dict[str, int]], lines: Optional[int], since: Optional[float]) -> None:
+    def open(self, cursor: Optional[Cursor], lines: Optional[int], since: Optional[float]) -> None:
         """Take up a cursor, or find the place where `lines` and `since` begin."""
         if cursor is not None:
             stream = self._find(cursor["inode"])

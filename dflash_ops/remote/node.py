@@ -1,4 +1,4 @@
-"""How do the node and its container look from the node? Run on the host itself, not in the container."""
+"""Looks at the node and its container from the node; runs on the host itself."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import time
 from typing import Any, Dict, List, Optional
 
 from dflash_ops.remote import gpu, process
+from dflash_ops.remote.protocol import NodeRequest
 
 PCT = "/usr/sbin/pct"
 # Keys of a container's configuration that decide whether a GPU job can live there; others may hold private notes,
@@ -19,11 +20,12 @@ _KEYS = re.compile(
 )
 
 
-def look(request: Dict[str, Any]) -> Dict[str, Any]:
+def look(request: NodeRequest) -> Dict[str, Any]:
     """request: `container`, its number; `sudo`: go through `sudo -n`. The result is `dflash_ops.verbs.doctor.Node`."""
     vmid, prefix = str(int(request["container"])), ["sudo", "-n"] if request["sudo"] else []
     status = process.call([*prefix, PCT, "status", vmid], 20)
-    config = process.call([*prefix, PCT, "config", vmid], 20)
+    # Without --current it shows changes that wait for the container's next start as if they held already.
+    config = process.call([*prefix, PCT, "config", vmid, "--current"], 20)
     return {
         "user": os.geteuid(),
         "hostname": os.uname().nodename,

@@ -1,4 +1,4 @@
-"""Can a run be started in this container? Checked before anything is sent or made."""
+"""Checks that a run can be started in this container, before anything is sent or made."""
 
 from __future__ import annotations
 
@@ -7,26 +7,24 @@ import json
 import os
 import re
 import time
-from typing import Any, Dict, List
+from typing import Dict, List
 
 from dflash_ops.remote import files, process, store, systemd
-from dflash_ops.remote.channel import CONFIGURATION, TEMPORARY, USAGE, Channel, Refusal
+from dflash_ops.remote.channel import Channel, Refusal
 from dflash_ops.remote.files import RunPaths
+from dflash_ops.remote.protocol import CONFIGURATION, MIN_SYSTEMD, TEMPORARY, USAGE, PreflightAnswer, PreflightRequest
 
 MIN_FREE = 64 * 1024 * 1024  # bytes: a run's own files and its first log lines
-MIN_SYSTEMD = 240  # Type=exec and StandardOutput=append:
 _GPU_NODE = re.compile(r"/dev/nvidia\d+\Z")
 _ASK = "import sys,json;print(json.dumps([list(sys.version_info[:3]),sys.executable]))"
 
 
-def main(request: Dict[str, Any], channel: Channel) -> Dict[str, Any]:
-    """request: `root`; `run`, its name; `gpus`, indices that must be there; `release`, a name; `python`, the
-    interpreter's path; `locked`, whether dflash builds it.
-    """
+def main(request: PreflightRequest, channel: Channel) -> PreflightAnswer:
+    """What is there for the run, and what is missing. Raises Refusal for what stands in its way."""
     root = files.checked_root(request["root"])
     paths = RunPaths(root, request["run"])
     if os.path.exists(paths.started):  # what a launch left that was cut off, the start looks into
-        raise taken(paths, systemd.show_units([paths.unit]).get(paths.unit, {}))
+        raise taken(paths, systemd.unit_of(paths.unit))
     _refuse_missing_gpus(request["gpus"])
     version_of_systemd = systemd_version()
     os.makedirs(os.path.join(root, "runs"), exist_ok=True)
@@ -50,7 +48,7 @@ def main(request: Dict[str, Any], channel: Channel) -> Dict[str, Any]:
     }
 
 
-_FREE = "free space there (`dflash gc` shows what may go)"
+_FREE = "free space there (`dflash gc` lists what can be removed)"
 
 
 def taken(paths: RunPaths, unit: Dict[str, str]) -> Refusal:

@@ -1,4 +1,4 @@
-"""Which files of a run are wanted, and what is in them? Sent from where the laptop already has them, with their hashes.
+"""Sends a run's files, from the byte where the laptop's copies end, with their hashes.
 
 `env` never leaves the container: it holds the run's secrets.
 """
@@ -11,15 +11,16 @@ import zlib
 from typing import Any, Dict, Iterator, List, Optional, Tuple
 
 from dflash_ops.remote import files, status, systemd
-from dflash_ops.remote.channel import CONFIGURATION, TEMPORARY, Channel, Refusal
+from dflash_ops.remote.channel import Channel, Refusal
 from dflash_ops.remote.files import RunPaths
+from dflash_ops.remote.protocol import CONFIGURATION, TEMPORARY, PullRequest
 
 CHUNK = 512 * 1024
 _SECRET = ("env",)
 _TEXT = (".jsonl", ".json", ".yaml", "log", ".md", ".txt")
 
 
-def main(request: Dict[str, Any], channel: Channel) -> Dict[str, Any]:
+def main(request: PullRequest, channel: Channel) -> Dict[str, Any]:
     """Send files.
 
     request: `root`; `run` or null; `what`: checkpoints, metrics, log or all; `have` {path: bytes already there};
@@ -42,8 +43,7 @@ def main(request: Dict[str, Any], channel: Channel) -> Dict[str, Any]:
 def _nothing(paths: RunPaths, what: str) -> Refusal:
     """There is nothing to send, yet or for good."""
     thing = {"checkpoints": "checkpoint", "all": "files"}.get(what, what)
-    unit = systemd.show_units([paths.unit]).get(paths.unit, {})
-    if unit.get("LoadState") == "not-found" or unit.get("ActiveState") in ("inactive", "failed"):
+    if systemd.is_over(systemd.unit_of(paths.unit)):
         message = "the run %s has ended and left no %s" % (paths.run, thing)
         return Refusal(CONFIGURATION, message, "`dflash status %s` says how it went" % paths.run, "nothing")
     hint = "`dflash checkpoint %s` makes one now" if thing == "checkpoint" else "`dflash status %s` says how far it is"

@@ -1,4 +1,4 @@
-"""Which runs are there and how is each? systemd and the GPUs are asked once for all of them."""
+"""Reads every run's state; asks systemd and the GPUs once for all of them."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ from typing import Any, Dict
 
 from dflash_ops.remote import files, gpu, status, systemd
 from dflash_ops.remote.channel import Channel, Refusal
+from dflash_ops.remote.protocol import RunsAnswer, RunsRequest
 
 
-def main(request: Dict[str, Any], channel: Channel) -> Dict[str, Any]:
-    """request: `root`; `count` of the newest runs. Events: a probe's snapshot each, newest first. Result: {total}."""
+def main(request: RunsRequest, channel: Channel) -> RunsAnswer:
+    """Events: a snapshot of each run, newest first."""
     names = files.run_names(request["root"])
     chosen = [files.RunPaths(request["root"], name) for name in names[: int(request["count"])]]
     units: Dict[str, Dict[str, Any]] = {}
@@ -24,5 +25,6 @@ def main(request: Dict[str, Any], channel: Channel) -> Dict[str, Any]:
     for paths in chosen:
         unit = units.get(paths.unit, {"kind": "error", "message": failure})
         seen = status.snapshot(paths, {"root": request["root"], "gpu": False, "lines": 100, "steps": 20}, unit)
-        channel.event(**dict(seen, gpu=gpus))
+        seen["gpu"] = gpus
+        channel.event(**seen)
     return {"total": len(names)}

@@ -1,4 +1,4 @@
-"""What do the unit, the log and the GPUs say about a run, at this moment? One round trip; nothing is judged here."""
+"""Reads what the unit, the log and the GPUs say about a run, in one round trip; judges nothing."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from typing import Any, Dict, List, Optional
 from dflash_ops.remote import files, gpu, process, systemd
 from dflash_ops.remote.channel import Channel, Refusal
 from dflash_ops.remote.files import RunPaths
+from dflash_ops.remote.protocol import SavedCheckpoint, Snapshot, StatusRequest, Wanted
 
 # Keys of a metrics line that the laptop draws a history of; the newest line goes over whole.
 _HISTORY = ("step", "total_steps", "time", "loss", "accept_length", "tokens_per_second", "step_seconds")
@@ -20,11 +21,10 @@ _MEASURABLE = 0.2  # seconds: CPU time is counted in ticks of 10 ms
 _CHECKPOINT = re.compile(r"step-([0-9]{1,12})\Z")
 
 
-def main(request: Dict[str, Any], channel: Channel) -> Dict[str, Any]:
+def main(request: StatusRequest, channel: Channel) -> Snapshot:
     """Probe a run.
 
-    request: `root`; `run` or null for the newest; `lines` of log wanted; `gpu` whether to ask nvidia-smi; `every`
-    seconds between events (then it goes on until the unit is gone), or null for one answer.
+    With `every`, events: a snapshot each, until the unit is gone.
     """
     paths = files.find_run(request["root"], request.get("run"))
     every = request.get("every")
@@ -38,7 +38,7 @@ def main(request: Dict[str, Any], channel: Channel) -> Dict[str, Any]:
         channel.pause(float(every))
 
 
-def over(seen: Dict[str, Any]) -> bool:
+def over(seen: Snapshot) -> bool:
     """Whether nothing more will happen: systemd says that the unit is gone, and no launch is under way."""
     properties = seen["unit"].get("properties")
     if properties is None:
@@ -49,10 +49,10 @@ def over(seen: Dict[str, Any]) -> bool:
         made_in = (records["spec"] or {}).get("boot_id", systemd.boot_id())
         begun = records["started"] or records["exit"] or records["unreadable"] or made_in != systemd.boot_id()
         return bool(begun) or seen["age"] > 120
-    return properties.get("ActiveState") in ("failed", "inactive")
+    return systemd.is_over(properties)
 
 
-def state(paths: RunPaths, unit: Optional[Dict[str, Any]] = None) -> Dict[str, Any]:
+def state(paths: RunPaths, unit: Optional[Dict[str, Any]] = None) -> Snapshot:
     """What `over` needs. The unit is read before the records: a unit that ends in between leaves its exit.json.
 
     Args:
@@ -67,23 +67,22 @@ def state(paths: RunPaths, unit: Optional[Dict[str, Any]] = None) -> Dict[str, A
     return {"unit": unit, "records": records, "age": _age(paths)}
 
 
-def snapshot(paths: RunPaths, request: Dict[str, Any], unit: Optional[Dict[str, Any]] = None) -> Dict[str, Any]:
+def snapshot(paths: RunPaths, request: Wanted, unit: Optional[Dict[str, Any]] = None) -> Snapshot:
     """One reading of everything."""
     seen = state(paths, unit)
     before = _cpu(seen["unit"])
     log = log_of(paths.log, int(request.get("lines", 50)))
-    seen.update(
-        run=paths.run,
-        log=log,
-        disk=_disk(paths.directory),
-        metrics=metrics_of(paths.metrics, int(request.get("steps", 240))),
-        checkpoints=checkpoints_of(paths.checkpoints)[-3:],
-        gpu=gpu.ask(request["root"]) if request.get("gpu", True) else None,
-        boot_id=systemd.boot_id(),
-        time=time.time(),
-        monotonic=time.clock_gettime(time.CLOCK_MONOTONIC),
-    )
-    seen["cpu"] = _busy(seen["unit"], before, log, float(seen["time"]))
+    seen["run"] = paths.run
+    seen["log"] = log
+    seen["disk"] = _disk(paths.directory)
+    seen["metrics"] = metrics_of(paths.metrics, int(request.get("steps", 240)))
+    seen["compiled"] = compiled_of(paths.compile)
+    seen["checkpoints"] = checkpoints_of(paths.checkpoints)[-3:]
+    seen["gpu"] = gpu.ask(request["root"]) if request.get("gpu", True) else None
+    seen["boot_id"] = systemd.boot_id()
+    seen["time"] = time.time()
+    seen["monotonic"] = time.clock_gettime(time.CLOCK_MONOTONIC)
+    seen["cpu"] = _busy(seen["unit"], before, log, seen["time"])
     return seen
 
 
@@ -197,9 +196,22 @@ def metrics_of(path: str, count: int) -> Dict[str, Any]:
     return {"mtime": mtime, "steps": steps[-count:], "last": last}
 
 
-def checkpoints_of(path: str) -> List[Dict[str, Any]]:
+def compiled_of(path: str) -> Optional[List[Dict[str, Any]]]:
+    """What each of the trainer's workers runs as, and what it went without; None before the compilation has ended."""
+    try:
+        with open(path, "rb") as stream:
+            found = json.loads(stream.read(1024 * 1024))
+    except (OSError, ValueError):
+        return None
+    if not isinstance(found, list):
+        return None
+    workers = [worker for worker in found if isinstance(worker, dict)]
+    return [{key: worker.get(key) for key in ("worker", "mode", "note", "allowed_by")} for worker in workers[:64]]
+
+
+def checkpoints_of(path: str) -> List[SavedCheckpoint]:
     """The checkpoints that have a manifest, which is written last; oldest first."""
-    found = []
+    found: List[SavedCheckpoint] = []
     with contextlib.suppress(OSError):
         for entry in os.scandir(path):
             match = _CHECKPOINT.match(entry.name)

@@ -1,4 +1,4 @@
-"""How do files come into the container? Whole and verified, by a rename at the end, or not at all."""
+"""Stores files in the container: whole and verified, by a rename at the end, or not at all."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ import shutil
 import time
 from typing import Any, Dict, List, Optional
 
-from dflash_ops.remote.channel import CONFIGURATION, TEMPORARY, Channel, Refusal
+from dflash_ops.remote.channel import Channel, Refusal
 from dflash_ops.remote.files import checked_root, fsync_directory, locked, read_json, write_json
+from dflash_ops.remote.protocol import CONFIGURATION, TEMPORARY, StoredFile, StoreRequest
 
 MANIFEST = ".manifest.json"
 # What is stored where: <root>/<shelf>/<name>/<folder>/...
@@ -20,10 +21,10 @@ _NAME = re.compile(r"[0-9a-f]{32}\Z")
 _STALE_SECONDS = 24 * 3600  # an upload that is older was cut off by something that left it no time to clean up
 
 
-def main(request: Dict[str, Any], channel: Channel) -> Dict[str, Any]:
+def main(request: StoreRequest, channel: Channel) -> Dict[str, Any]:
     """Store a folder from the payload.
 
-    request: `root`; `shelf`; `name`, the hash of `files`, the manifest. The payload is all contents in that order.
+    The payload is all contents in the order of `files`, the manifest.
     """
     root, shelf, name, files = request["root"], request["shelf"], request["name"], request["files"]
     base = os.path.join(checked_root(root), shelf)
@@ -75,7 +76,7 @@ def state_of(root: str, name: str, shelf: str = "releases") -> str:
     return "present"
 
 
-def _check(name: str, files: List[Dict[str, Any]]) -> None:
+def _check(name: str, files: List[StoredFile]) -> None:
     """Refuse a manifest that does not have this name, or that would write elsewhere."""
     digest = hashlib.sha256()
     for entry in files:
@@ -89,7 +90,7 @@ def _check(name: str, files: List[Dict[str, Any]]) -> None:
         raise Refusal(CONFIGURATION, "the manifest is not that of %s" % name)
 
 
-def _receive(channel: Channel, package: str, entry: Dict[str, Any]) -> None:
+def _receive(channel: Channel, package: str, entry: StoredFile) -> None:
     """One file from the payload, durable. Raises Refusal when the payload ends early or is not what was announced."""
     path = os.path.join(package, entry["path"])
     os.makedirs(os.path.dirname(path), exist_ok=True)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Dict, Sequence
+from typing import Dict, Mapping, Sequence
 
-from dflash_ops.remote.channel import TEMPORARY, Refusal
+from dflash_ops.remote.channel import Refusal
 from dflash_ops.remote.process import call
+from dflash_ops.remote.protocol import TEMPORARY
 
 SHOW_PROPERTIES = (
     "Id,LoadState,ActiveState,SubState,Result,ExecMainCode,ExecMainStatus,ExecMainStartTimestampMonotonic,"
@@ -32,6 +33,16 @@ def show_units(units: Sequence[str], timeout: float = 10) -> Dict[str, Dict[str,
         if "Id" in properties:
             found[properties["Id"]] = properties
     return found
+
+
+def unit_of(name: str) -> Dict[str, str]:
+    """systemd's properties of a unit; empty when systemctl does not name it. Raises Refusal as `show_units`."""
+    return show_units([name]).get(name, {})
+
+
+def is_over(unit: Mapping[str, str]) -> bool:
+    """Whether a unit runs no more, or never did. One that systemd does not name may run: unknown is not dead."""
+    return unit.get("LoadState") == "not-found" or unit.get("ActiveState") in ("inactive", "failed")
 
 
 def boot_id() -> str:

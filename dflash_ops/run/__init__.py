@@ -1,1 +1,1 @@
-"""What a run is, what its probes say about it, and what follows from them."""
+"""Describes a run: its records, what its probes say, and the verdict that follows."""

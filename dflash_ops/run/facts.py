@@ -1,4 +1,4 @@
-"""What is installed and true in a container? The typed form of what `dflash_ops.remote.facts` collects.
+"""Holds the typed form of the facts that `dflash_ops.remote.facts` collects in a container.
 
 Every launch stores these facts with its run; `dflash doctor` judges fresh ones, `dflash diff` compares two runs'.
 """

@@ -1,4 +1,4 @@
-"""What was last known of a run whose container cannot be asked? Kept on the laptop, one file a container.
+"""Keeps on the laptop what was last known of each run, one file per container.
 
 Containers of two inventories may have the same name: they are told apart by the inventory's path.
 """

@@ -1,4 +1,4 @@
-"""What is a run: its name, the files that it consists of, and the records kept in them."""
+"""Defines a run: its name, the paths of its files, and the records kept in them."""
 
 from __future__ import annotations
 
@@ -12,10 +12,12 @@ from pydantic import AliasChoices, BaseModel, ConfigDict, Field
 
 from dflash_ops.document import Epoch, Printable
 from dflash_ops.errors import UsageError
+from dflash_ops.remote import protocol
+from dflash_ops.remote.protocol import RUN_FILES
 from dflash_ops.text import visible
 
-RUN_NAME = re.compile(r"[a-z0-9][a-z0-9-]{0,62}\Z")
-RunName = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9-]{0,62}$")]  # the same rule in an answer of the container
+RUN_NAME = re.compile(rf"{protocol.RUN_NAME}\Z")
+RunName = Annotated[str, Field(pattern=f"^{protocol.RUN_NAME}$")]  # the same rule in an answer of the container
 
 
 def check_run_name(name: str) -> str:
@@ -26,11 +28,6 @@ def check_run_name(name: str) -> str:
             "use 1 to 63 of the letters a-z, digits and `-`, beginning with a letter or digit",
         )
     return name
-
-
-def unit_name(run: str) -> str:
-    """The systemd unit of a run."""
-    return f"dflash-{run}.service"
 
 
 class RootPaths:
@@ -49,23 +46,23 @@ class RootPaths:
 
 
 class RunPaths:
-    """The only place on this side that knows the names of a run's files."""
+    """The files of a run, as paths in the container."""
 
     def __init__(self, directory: PurePosixPath) -> None:
         self.directory = directory
-        self.spec = directory / "spec.json"
-        self.facts = directory / "facts.json"
-        self.started = directory / "started.json"
-        self.exit = directory / "exit.json"
-        self.kill_requested = directory / "kill-requested.json"
-        self.config = directory / "config.yaml"
-        self.entry = directory / "entry"
-        self.on_exit = directory / "on-exit"
-        self.env = directory / "env"
-        self.log = directory / "log"
-        self.metrics = directory / "metrics.jsonl"
-        self.compile = directory / "compile.json"
-        self.checkpoints = directory / "checkpoints"
+        self.spec = directory / RUN_FILES["spec"]
+        self.facts = directory / RUN_FILES["facts"]
+        self.started = directory / RUN_FILES["started"]
+        self.exit = directory / RUN_FILES["exit"]
+        self.kill_requested = directory / RUN_FILES["kill_requested"]
+        self.config = directory / RUN_FILES["config"]
+        self.entry = directory / RUN_FILES["entry"]
+        self.on_exit = directory / RUN_FILES["on_exit"]
+        self.env = directory / RUN_FILES["env"]
+        self.log = directory / RUN_FILES["log"]
+        self.metrics = directory / RUN_FILES["metrics"]
+        self.compile = directory / RUN_FILES["compile"]
+        self.checkpoints = directory / RUN_FILES["checkpoints"]
 
 
 class Record(BaseModel):

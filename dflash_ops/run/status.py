@@ -1,4 +1,4 @@
-"""What is said of a run? The document of `dflash status`, made of one answer of the remote probe."""
+"""Builds the document of `dflash status` from a snapshot and its verdict."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from dflash_ops.document import Document, Moment, moment
 from dflash_ops.errors import Exit
 from dflash_ops.run.probes.gpu import GpuReading
 from dflash_ops.run.probes.log import Disk, LogReading
-from dflash_ops.run.probes.snapshot import Checkpoint, Cpu, Progress, Snapshot
+from dflash_ops.run.probes.snapshot import Checkpoint, Compiled, Cpu, Progress, Snapshot
 from dflash_ops.run.probes.unit import UnitReading
 from dflash_ops.run.record import GpuRoles
 from dflash_ops.run.verdict import Verdict, judge
@@ -48,6 +48,7 @@ class Status(Document):
     roles: GpuRoles
     progress: Progress | None
     checkpoint: Checkpoint | None
+    compiled: tuple[Compiled, ...]
     disk: Disk | None
     cpu: Cpu | None
     unreadable: tuple[str, ...]
@@ -88,6 +89,7 @@ def status_of(seen: Snapshot, container: str) -> Status:
         roles=seen.roles,
         progress=seen.progress,
         checkpoint=seen.checkpoint,
+        compiled=seen.compiled,
         disk=seen.disk,
         cpu=seen.cpu,
         unreadable=seen.unreadable,

@@ -1,4 +1,4 @@
-"""How is the run? One total function from what is known to a verdict and its reason.
+"""Judges a run: one total function from what is known to a verdict and its reason.
 
 The order of the questions matters: records of an end come before the probes, what systemd says of a unit that is
 there comes before what is inferred from one that is not, and a probe that could not answer never makes a run dead.
@@ -13,7 +13,7 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from dflash_ops.errors import Exit
-from dflash_ops.plan.unit import STOP_SECONDS
+from dflash_ops.remote.protocol import STOP_SECONDS
 from dflash_ops.run.probes.gpu import Device, GpuDevices, GpuNone, GpuUnknown, work_by_role
 from dflash_ops.run.probes.log import LogFresh, LogGone, LogSilent, LogUnknown, last_error, named_failure
 from dflash_ops.run.probes.snapshot import Snapshot

@@ -76,11 +76,11 @@ def show_gc(report: GcReport) -> None:
     for item in sorted(report.items, key=lambda each: -each.bytes):
         print(f"{size(item.bytes):>10}  {item.kind:<11}  {visible(item.path)}  ({visible(item.why)})")
     if not report.items:
-        print(f"nothing in {report.container} may go")
+        print(f"there is nothing to remove in {report.container}")
     elif report.removed:
         print(f"{size(report.bytes)} freed in {report.container}")
     else:
-        print(f"{size(report.bytes)} may go from {report.container}")
+        print(f"{size(report.bytes)} can be removed from {report.container}")
 
 
 def show_trust(report: TrustReport) -> None:

@@ -11,7 +11,7 @@ import typer
 from dflash_ops.errors import UsageError
 
 if TYPE_CHECKING:
-    from dflash_ops.transport.ssh import UnknownKey
+    from dflash_ops.transport.known_hosts import UnknownKey
     from dflash_ops.verbs.candidates import Candidate, PythonFound
 
 

@@ -177,6 +177,9 @@ def status_view(status: Status, *, lines: int | None = None) -> RenderableType:
         workers = _workers_line(status.progress)
         if workers:
             table.add_row("busy", "", Text(workers))
+    for worker in status.compiled:
+        if worker.note:
+            table.add_row("slower", mark("none" if worker.allowed_by else "no"), Text(worker.fallback))
     if status.checkpoint is not None:
         since = age(status.now.epoch - status.checkpoint.time)
         table.add_row("saved", "", Text(f"{status.checkpoint.name}, {since} ago"))

@@ -1,1 +1,1 @@
-"""Getting a program and its stdin into the container, and frames back."""
+"""Brings a program and its stdin into the container, and frames back."""

@@ -1,4 +1,4 @@
-"""What is a transport: run one program in the container and return its answer, or stream its frames.
+"""Defines a transport: it runs one program in the container and returns its answer, or streams its frames.
 
 A program is a module of `dflash_ops.remote` with `main(request, channel)`. It answers in frames: any number of
 events, then one result or one error. Every error a transport raises is a `TransportError` or, when the program
@@ -8,7 +8,7 @@ itself refused, a `RemoteRefusal`.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
@@ -42,6 +42,15 @@ class Reply:
     events: list[Frame] = field(default_factory=list)
 
 
+def result_of(frames: Iterable[Frame], told: Callable[[Frame], object]) -> dict[str, Any]:
+    """The value of the result that ends `frames`; `told` is given each event before it."""
+    for frame in frames:
+        if frame.kind == "result":
+            return frame.value
+        told(frame)
+    raise AssertionError("frames end with a result or an error")
+
+
 class Transport(Protocol):
     """A way into one container. One object serves a whole verb and is closed at its end."""
 
@@ -50,7 +59,7 @@ class Transport(Protocol):
     def run(
         self,
         program: Program,
-        request: dict[str, Any],
+        request: Mapping[str, object],
         payload: Iterable[bytes] | None = None,
         deadline: float = 60.0,
         meanwhile: Callable[[], object] | None = None,
@@ -64,7 +73,7 @@ class Transport(Protocol):
     def stream(
         self,
         program: Program,
-        request: dict[str, Any],
+        request: Mapping[str, object],
         deadline_between_frames: float = 30.0,
         payload: Iterable[bytes] | None = None,
     ) -> Iterator[Frame]:
@@ -81,12 +90,14 @@ class Transport(Protocol):
 class TransportError(DflashError):
     """The container was not reached or did not answer; nothing is known about the run."""
 
+    exit_code = Exit.UNREACHABLE
+
+    def __init__(self, message: str, hint: str = "", *, detail: str = "") -> None:
+        super().__init__(self.exit_code, message, hint, detail=detail)
+
 
 class Unreachable(TransportError):
     """Host or container cannot be reached."""
-
-    def __init__(self, message: str, hint: str = "", *, detail: str = "") -> None:
-        super().__init__(Exit.UNREACHABLE, message, hint, detail=detail)
 
 
 class ConnectionLost(Unreachable):
@@ -96,22 +107,19 @@ class ConnectionLost(Unreachable):
 class Unanswered(TransportError):
     """A deadline passed, the container is locked or frozen: try again later."""
 
-    def __init__(self, message: str, hint: str = "", *, detail: str = "") -> None:
-        super().__init__(Exit.TEMPORARY, message, hint, detail=detail)
+    exit_code = Exit.TEMPORARY
 
 
 class NotPermitted(TransportError):
     """Key, host key, sudo or root."""
 
-    def __init__(self, message: str, hint: str = "", *, detail: str = "") -> None:
-        super().__init__(Exit.PERMISSION, message, hint, detail=detail)
+    exit_code = Exit.PERMISSION
 
 
 class Misconfigured(TransportError):
     """No pct, no container, no python3: something must be set up first."""
 
-    def __init__(self, message: str, hint: str = "", *, detail: str = "") -> None:
-        super().__init__(Exit.CONFIGURATION, message, hint, detail=detail)
+    exit_code = Exit.CONFIGURATION
 
 
 class NoPython(Misconfigured):
@@ -120,9 +128,6 @@ class NoPython(Misconfigured):
 
 class BadAnswer(TransportError):
     """What came back is not what a remote program sends: giant, malformed, or not for us."""
-
-    def __init__(self, message: str, hint: str = "", *, detail: str = "") -> None:
-        super().__init__(Exit.UNREACHABLE, message, hint, detail=detail)
 
 
 class RemoteRefusal(DflashError):

@@ -1,8 +1,8 @@
-"""How are verbs tested without a container? By a transport that records calls and answers from a script."""
+"""Records calls and answers from a script, so that verbs are tested without a container."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -36,7 +36,7 @@ class FakeTransport:
     def run(
         self,
         program: Program,
-        request: dict[str, Any],
+        request: Mapping[str, object],
         payload: Iterable[bytes] | None = None,
         deadline: float = 60.0,
         meanwhile: Callable[[], object] | None = None,
@@ -50,7 +50,7 @@ class FakeTransport:
     def stream(
         self,
         program: Program,
-        request: dict[str, Any],
+        request: Mapping[str, object],
         deadline_between_frames: float = 30.0,
         payload: Iterable[bytes] | None = None,
     ) -> Iterator[Frame]:
@@ -61,9 +61,9 @@ class FakeTransport:
         """Remember that it was closed."""
         self.closed = True
 
-    def _answer(self, program: Program, request: dict[str, Any], payload: bytes) -> Iterator[Frame]:
+    def _answer(self, program: Program, request: Mapping[str, object], payload: bytes) -> Iterator[Frame]:
         self.round_trips += 1
-        self.calls.append(Call(program.verb, request, payload))
+        self.calls.append(Call(program.verb, dict(request), payload))
         answers = self.script.get(program.verb, [])
         assert answers, f"the script has no answer left for `{program.verb}`"
         answer = answers.pop(0)

@@ -1,12 +1,23 @@
-"""How does a command on a host become a transport? It is given the program on stdin and read in frames."""
+"""Makes a transport of a command on a host: the program goes to its stdin, frames come back."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from dflash_ops.errors import DflashError, Exit
-from dflash_ops.transport.base import ConnectionLost, Deadline, Exchange, Frame, Host, Program, RemoteRefusal, Reply
+from dflash_ops.transport import node_words
+from dflash_ops.transport.base import (
+    ConnectionLost,
+    Deadline,
+    Exchange,
+    Frame,
+    Host,
+    Program,
+    RemoteRefusal,
+    Reply,
+    result_of,
+)
 from dflash_ops.transport.framing import MAX_ANSWER, FrameDecoder
 from dflash_ops.transport.program import encode
 
@@ -31,7 +42,7 @@ class FramedTransport:
     def run(
         self,
         program: Program,
-        request: dict[str, Any],
+        request: Mapping[str, object],
         payload: Iterable[bytes] | None = None,
         deadline: float = 60.0,
         meanwhile: Callable[[], object] | None = None,
@@ -39,16 +50,13 @@ class FramedTransport:
         """See Transport.run."""
         events: list[Frame] = []
         stdin = encode(program, request, deadline, payload)
-        for frame in self._frames(program, stdin, Deadline(deadline), renew=False, meanwhile=meanwhile):
-            if frame.kind == "result":
-                return Reply(frame.value, events)
-            events.append(frame)
-        raise AssertionError("_frames ends with a result or raises")
+        frames = self._frames(program, stdin, Deadline(deadline), renew=False, meanwhile=meanwhile)
+        return Reply(result_of(frames, events.append), events)
 
     def stream(
         self,
         program: Program,
-        request: dict[str, Any],
+        request: Mapping[str, object],
         deadline_between_frames: float = 30.0,
         payload: Iterable[bytes] | None = None,
     ) -> Iterator[Frame]:
@@ -93,7 +101,10 @@ class FramedTransport:
     def _silence(self, program: Program, exchange: Exchange, decoder: FrameDecoder) -> DflashError:
         """The command ended without a result: find out why from what it said."""
         text = (exchange.stderr + b"\n" + decoder.noise_tail).decode("utf-8", "backslashreplace")
-        return self._explain(text, exchange.status) or ConnectionLost(
+        known = self._explain(text, exchange.status)
+        if known is None and not decoder.started:
+            known = node_words.explain(text, exchange.status, self._host.label)
+        return known or ConnectionLost(
             f"`{program.verb}` ended in the container without an answer (exit code {exchange.status})",
             "try again; --debug shows what was said instead",
             detail=text.strip(),

@@ -1,4 +1,4 @@
-"""Which frames are in a stream of bytes? Noise around them is skipped; giant or malformed frames are refused.
+"""Finds frames in a stream of bytes; skips noise around them, refuses giant or malformed ones.
 
 A frame is a line: MARK and a JSON object with `kind` and `value`. With `bytes`, that many bytes follow as they are, and
 a newline: what is no text (compressed logs, weights) would take a third more as base64, and far longer.
@@ -10,9 +10,10 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
+from dflash_ops.remote.protocol import MARK
 from dflash_ops.transport.base import BadAnswer, NoPython
 
-MARK = b"@@DFLASH "
+STARTED = b"started"  # the first line that a program sends
 MAX_FRAME = 8 * 1024 * 1024
 MAX_NOISE = 16 * 1024 * 1024  # between two frames: a motd is never that long
 MAX_ANSWER = 256 * 1024 * 1024  # of a program that is run to its end: its events are kept until then
@@ -35,6 +36,7 @@ class FrameDecoder:
         self._body = bytearray()  # those that came, the newline after them too
         self._missing = 0  # those that have yet to come
         self._noise = 0
+        self.started = False  # a program runs: what is said from now on, the container says
         self.noise_tail = b""  # the last noise, for error messages
 
     def feed(self, data: bytes) -> Iterator[Parsed]:
@@ -72,6 +74,9 @@ class FrameDecoder:
         if not is_frame:
             return None
         self._noise = 0
+        self.started = True
+        if line[len(MARK) :].strip() == STARTED:
+            return None
         kind, value, size = self._parse(line[len(MARK) :])
         if size is None:
             return kind, value

@@ -1,4 +1,4 @@
-"""How are programs run on this very machine? By /bin/sh, through the same command line, stdin and frames."""
+"""Runs programs on this machine, by /bin/sh, through the same command line, stdin and frames."""
 
 from __future__ import annotations
 
@@ -19,14 +19,17 @@ STDERR_KEPT = 64 * 1024
 class LocalExchange:
     """A child process whose three pipes are served by one selector."""
 
-    def __init__(self, command: str, stdin: Iterator[bytes], deadline: Deadline, *, keep_stdin: bool) -> None:
+    def __init__(
+        self, argv: list[str], label: str, stdin: Iterator[bytes], deadline: Deadline, *, keep_stdin: bool
+    ) -> None:
+        self._label = label
         self.stderr = b""
         self.status: int | None = None
         self._stdin = stdin
         self._deadline = deadline
         self._keep_stdin = keep_stdin
         self._child = subprocess.Popen(
-            ["/bin/sh", "-c", command],
+            argv,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -51,7 +54,7 @@ class LocalExchange:
             while open_outputs:
                 ready = selector.select(self._deadline.remaining())
                 if not ready and not self._deadline.remaining():
-                    raise Unanswered(f"no answer from this machine within {self._deadline.seconds:g} s", "try again")
+                    raise Unanswered(f"no answer from {self._label} within {self._deadline.seconds:g} s", "try again")
                 for key, _ in ready:
                     if key.fileobj is source:
                         pending = pending or next(self._stdin, b"")
@@ -97,7 +100,7 @@ class LocalHost:
 
     def exchange(self, command: str, stdin: Iterator[bytes], deadline: Deadline, *, keep_stdin: bool) -> LocalExchange:
         """See Host.exchange."""
-        return LocalExchange(command, stdin, deadline, keep_stdin=keep_stdin)
+        return LocalExchange(["/bin/sh", "-c", command], self.label, stdin, deadline, keep_stdin=keep_stdin)
 
     def close(self) -> None:
         """Nothing is held between exchanges."""

@@ -1,4 +1,4 @@
-"""What is sent into the container? A constant command line; everything else travels on stdin.
+"""Builds what is sent into the container: a constant command line; everything else travels on stdin.
 
 stdin is one header line `<sha256> <program bytes> <all bytes>`, the compressed program, the request, the payload.
 The one-liner runs nothing unless all announced bytes came and their hash is right, so a cut program never runs.
@@ -9,10 +9,9 @@ from __future__ import annotations
 import hashlib
 import json
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
 from importlib import resources
-from typing import Any
 
 from dflash_ops.transport.base import Program
 
@@ -42,7 +41,7 @@ def _bundle() -> bytes:
 
 
 def encode(
-    program: Program, request: dict[str, Any], limit: float, payload: Iterable[bytes] | None = None
+    program: Program, request: Mapping[str, object], limit: float, payload: Iterable[bytes] | None = None
 ) -> Iterator[bytes]:
     """The bytes for stdin. `limit`: seconds after which the program ends itself."""
     body = json.dumps({"verb": program.verb, "limit": max(1, int(limit)), "request": request}).encode()

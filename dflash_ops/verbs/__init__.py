@@ -1,1 +1,1 @@
-"""One file per command of `dflash`, of its name."""
+"""Holds one file per command of `dflash`, of its name."""

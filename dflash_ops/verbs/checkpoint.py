@@ -1,4 +1,4 @@
-"""How does one get a checkpoint now? The trainer is asked, and the answer comes when the checkpoint is whole."""
+"""Asks the trainer to save, and returns when the checkpoint is whole."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from pydantic import Field, ValidationError
 
 from dflash_ops.document import Document
 from dflash_ops.errors import Exit
+from dflash_ops.remote.protocol import CheckpointRequest
 from dflash_ops.run.probes.snapshot import Checkpoint
 from dflash_ops.run.record import RunName, check_run_name
 from dflash_ops.text import visible
@@ -31,7 +32,8 @@ def checkpoint(session: Session, run: str | None, timeout: float) -> Saved:
         check_run_name(run)
     answer: dict[str, Any] = {}
     try:
-        for frame in session.stream("checkpoint", {"run": run, "timeout": timeout}):
+        request: CheckpointRequest = {"root": session.root, "run": run, "timeout": timeout}
+        for frame in session.stream("checkpoint", request):
             if frame.kind == "event":
                 asked = visible(str(frame.value.get("run")), 80)
                 session.say(f"asked {asked} to save")

@@ -1,4 +1,4 @@
-"""It worked yesterday: what is different today? Two runs, side by side, and only where they differ."""
+"""Compares two runs and reports only where they differ."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from dflash_ops.document import Document
 from dflash_ops.errors import ConfigurationError
+from dflash_ops.remote.protocol import DiffRequest
 from dflash_ops.run.facts import Cache, Facts, Torch, Unread, read_facts
 from dflash_ops.run.probes.gpu import GpuDevices
 from dflash_ops.run.record import RunSpec, check_run_name
@@ -56,7 +57,8 @@ class Comparison(Document):
 
 def diff(session: Session, a: str, b: str) -> Comparison:
     """Compare two runs of a container. Raises RemoteRefusal when one does not exist, ConfigurationError for damage."""
-    reply = session.call("diff", {"runs": [check_run_name(a), check_run_name(b)]}, deadline=60)
+    request: DiffRequest = {"root": session.root, "runs": [check_run_name(a), check_run_name(b)]}
+    reply = session.call("diff", request, deadline=60)
     try:
         first, second = reply.value["runs"]
         specs = RunSpec.model_validate(first["spec"]), RunSpec.model_validate(second["spec"])

@@ -1,10 +1,10 @@
-"""Is everything in place for a run, from the laptop to the GPUs? Every line states what was found, and the cure."""
+"""Checks everything between the laptop and the GPUs; each line states what is there, and the cure."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from typing import Any, Literal
+from typing import Literal
 
 from pydantic import BaseModel, ConfigDict
 
@@ -13,14 +13,15 @@ from dflash_ops.errors import DflashError, Exit
 from dflash_ops.inventory.models import ContainerEntry
 from dflash_ops.plan.interpreter import interpreter
 from dflash_ops.plan.release import Release, pack, trainer_source
+from dflash_ops.remote.protocol import MIN_SYSTEMD, FactsRequest, NodeRequest
 from dflash_ops.run.facts import Cache, DiskFacts, Facts, Imported, Python, System, Torch, Tree, Unread, read_facts
 from dflash_ops.run.probes.gpu import GpuDevices, GpuNone, GpuUnknown
 from dflash_ops.text import age, counted, size, visible
 from dflash_ops.transport.base import NoPython, TransportError
+from dflash_ops.transport.pct import lock_cure
 from dflash_ops.verbs.session import Session, parsed
 
 Level = Literal["ok", "warn", "fail", "unknown"]
-_MIN_SYSTEMD = 240
 _SKEW = 5.0  # seconds that nobody notices
 _LOW_DISK = 20 << 30  # a few checkpoints of an 8B target's drafter
 _LOW_SHM = 1 << 30
@@ -114,7 +115,7 @@ def _lines(session: Session, environment: str | None) -> Iterator[Line]:
     if entry.container is not None:
         begin = time.monotonic()
         try:
-            node = _ask_node(session, entry)
+            node = _ask_node(session, entry, entry.container)
         except NoPython:  # said by the host's own shell, so ssh is well; all else came before the host answered
             pass
         except DflashError as error:
@@ -128,17 +129,17 @@ def _lines(session: Session, environment: str | None) -> Iterator[Line]:
     yield from _facts_lines(session, environment, node)
 
 
-def _ask_node(session: Session, entry: ContainerEntry) -> Node:
+def _ask_node(session: Session, entry: ContainerEntry, vmid: int) -> Node:
     """Raises NoPython when the host has none of its own, other DflashErrors when it was not reached."""
     from dflash_ops.transport.base import Program
     from dflash_ops.transport.framed import FramedTransport
+    from dflash_ops.transport.hosts import ssh_host
     from dflash_ops.transport.program import BOOTSTRAP
-    from dflash_ops.transport.ssh import SshHost
 
     host = session.inventory.hosts[entry.host]
-    transport = FramedTransport(SshHost(entry.host, session.inventory), BOOTSTRAP, lambda text, status: None)
+    transport = FramedTransport(ssh_host(entry.host, session.inventory), BOOTSTRAP, lambda text, status: None)
     try:
-        request = {"do": "node", "container": entry.container, "sudo": host.sudo}
+        request: NodeRequest = {"do": "node", "container": vmid, "sudo": host.sudo}
         return parsed(Node, transport.run(Program("doctor"), request, deadline=60).value)
     finally:
         transport.close()
@@ -164,9 +165,10 @@ def node_lines(node: Node, entry: ContainerEntry) -> Iterator[Line]:
     else:
         yield ok("state", f"container {vmid} is running")
     if node.config is None:
-        yield unknown("config", f"the configuration of container {vmid} may not be read")
+        said = visible(node.config_error.splitlines()[-1] if node.config_error else "nothing", 200)
+        yield unknown("config", f"`pct config {vmid} --current` said: {said}", _config_cure(said))
     else:
-        yield from _config_lines(node.config)
+        yield from _config_lines(node.config, vmid)
     if node.driver is not None and "/dev/nvidia-uvm" not in node.nodes:
         yield fail(
             "uvm", "the node has no /dev/nvidia-uvm, so no container can use CUDA", "`nvidia-modprobe -u -c0` there"
@@ -176,10 +178,20 @@ def node_lines(node: Node, entry: ContainerEntry) -> Iterator[Line]:
         yield ok("held", f"{visible(holder.gpu, 60)}: {who}")
 
 
-def _config_lines(config: dict[str, str]) -> Iterator[Line]:
+def _config_cure(said: str) -> str:
+    """What to do where the configuration could not be read."""
+    if "Connection refused" in said:
+        return "the node boots, or pve-cluster failed: `systemctl status pve-cluster` there"
+    if "does not exist" in said:
+        return "correct the container's number; `pct list` on the node shows them"
+    return "it needs root; dflash itself only enters" if "ipcc_send_rec" in said or "access control" in said else ""
+
+
+def _config_lines(config: dict[str, str], vmid: object) -> Iterator[Line]:
     lock = config.get("lock")
     if lock:
-        yield warn("lock", f"the container is locked ({visible(lock)})", "a backup may freeze it; wait for its end")
+        why, cure = lock_cure(lock, vmid)
+        yield warn("lock", f"the container is locked ({visible(lock)}): {why}", cure)
     if "nesting=1" not in config.get("features", ""):
         yield warn(
             "nesting",
@@ -210,7 +222,13 @@ def _facts_lines(session: Session, environment: str | None, node: Node | None) -
         release = pack(trainer_source())
     except DflashError as error:
         yield warn("release", error.message, error.hint or None)
-    request: dict[str, Any] = {"do": "facts", "python": python, "seconds": 40, "import_torch": python is not None}
+    request: FactsRequest = {
+        "do": "facts",
+        "root": session.root,
+        "python": python,
+        "seconds": 40,
+        "import_torch": python is not None,
+    }
     if release is not None:
         request["release"] = f"{session.paths.releases}/{release.name}"
     try:
@@ -267,8 +285,8 @@ def _systemd_lines(system: System) -> Iterator[Line]:
     if system.pid1 != "systemd":
         cure = "use a container template with systemd (Debian, Ubuntu)"
         yield fail("systemd", f"PID 1 is {visible(system.pid1 or 'unknown')}, not systemd", cure)
-    elif system.systemd is None or system.systemd < _MIN_SYSTEMD:
-        yield fail("systemd", f"systemd {system.systemd} is too old", f"{_MIN_SYSTEMD} or newer is needed")
+    elif system.systemd is None or system.systemd < MIN_SYSTEMD:
+        yield fail("systemd", f"systemd {system.systemd} is too old", f"{MIN_SYSTEMD} or newer is needed")
     else:
         yield ok("systemd", f"systemd {system.systemd} is PID 1")
 

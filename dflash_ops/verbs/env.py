@@ -1,4 +1,4 @@
-"""Which interpreter runs the trainer: one that is there, or one that is built from a lock file and then left alone?"""
+"""Lists and builds locked environments, and tells which runs use one."""
 
 from __future__ import annotations
 
@@ -18,8 +18,10 @@ from dflash_ops.errors import ConfigurationError, UsageError
 from dflash_ops.plan.interpreter import Interpreter, interpreter
 from dflash_ops.plan.release import pack_wheels
 from dflash_ops.progress import progress_bar
+from dflash_ops.remote.protocol import EnvRequest, StoreRequest
 from dflash_ops.run.record import RunName
 from dflash_ops.text import counted, size, visible
+from dflash_ops.transport.base import result_of
 from dflash_ops.verbs.session import Session, parsed
 
 UPLOAD_SECONDS = 6 * 3600.0  # gigabytes of wheels over a slow line; a dead peer is noticed long before
@@ -71,24 +73,24 @@ def build_locked(session: Session, wanted: Interpreter, *, offline: bool = False
     session.say(f"building environment {wanted.environment} ({str(wanted.lock)[:12]}) in {session.container_name}")
     session.so_far = "the build ends with the connection and leaves nothing behind"
     wheels = _send_wheels(session, wanted) if offline else None
-    request = {
+    request: EnvRequest = {
+        "root": session.root,
         "do": "build",
         "name": wanted.environment,
-        "lock": wanted.lock,
+        "lock": str(wanted.lock),
         "text": wanted.lock_text,
         "python": wanted.python,
         "wheels": wheels,
     }
-    for frame in session.stream("env", request, deadline_between_frames=60):
-        if frame.kind == "result":
-            return parsed(_State, frame.value).state
-        session.say("  " + visible(str(frame.value.get("line", "")), 200))
-    raise AssertionError("a stream ends with a result or an error")
+    frames = session.stream("env", request, deadline_between_frames=60)
+    value = result_of(frames, lambda frame: session.say("  " + visible(str(frame.value.get("line", "")), 200)))
+    return parsed(_State, value).state
 
 
 def _send_wheels(session: Session, wanted: Interpreter) -> str:
     """Resolve the lock's wheels on this machine, for the container's platform, and store them there."""
-    about = parsed(Platform, session.call("env", {"do": "platform", "python": wanted.python}).value)
+    ask: EnvRequest = {"root": session.root, "do": "platform", "python": wanted.python}
+    about = parsed(Platform, session.call("env", ask).value)
     with tempfile.TemporaryDirectory(prefix="dflash-wheels-") as folder:
         lock = Path(folder, "lock.txt")
         lock.write_text(wanted.lock_text, encoding="utf-8")
@@ -99,7 +101,12 @@ def _send_wheels(session: Session, wanted: Interpreter) -> str:
             _download([_uv_requirement()], about, wheels)
         packed = pack_wheels(wheels)
         session.say(f"  sending {counted(len(packed.files), 'wheel')} ({size(packed.total_bytes)})")
-        request = {"shelf": "wheels", "name": packed.name, "files": packed.manifest()}
+        request: StoreRequest = {
+            "root": session.root,
+            "shelf": "wheels",
+            "name": packed.name,
+            "files": packed.manifest(),
+        }
         with progress_bar("wheels", quiet=session.quiet) as progress:
             progress.total(packed.total_bytes, 0)
             session.call("store", request, packed.contents(progress.advance), deadline=UPLOAD_SECONDS)
@@ -188,7 +195,8 @@ def listing(session: Session) -> EnvironmentList:
             interpreters[name] = found.path
         else:
             wanted[name] = found.lock
-    answer = parsed(_Listed, session.call("env", {"do": "list"}).value)
+    request: EnvRequest = {"root": session.root, "do": "list"}
+    answer = parsed(_Listed, session.call("env", request).value)
     there = answer.environments
     built = [
         entry.model_copy(update={"environments": [name for name, lock in wanted.items() if lock == entry.lock]})

@@ -1,13 +1,14 @@
-"""How does one run a command where a run lives? In its release, with its interpreter and its variables."""
+"""Runs a command in a run's release, with its interpreter and variables."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import BinaryIO
 
-from dflash_ops.errors import UsageError
+from dflash_ops.errors import Exit, UsageError
+from dflash_ops.remote.protocol import ExecRequest
 from dflash_ops.run.record import check_run_name
-from dflash_ops.transport.base import BadAnswer
+from dflash_ops.transport.base import BadAnswer, Frame, result_of
 from dflash_ops.verbs.session import Session
 
 
@@ -15,12 +16,10 @@ def execute(session: Session, run: str, argv: Sequence[str], out: BinaryIO, err:
     """Run `argv` there, passing its outputs on; its exit code. Raises DflashError when it was not run."""
     if not argv:
         raise UsageError("there is no command to run", f"write `dflash exec {run} -- python -V`")
-    request = {"run": check_run_name(run), "argv": list(argv)}
+    request: ExecRequest = {"root": session.root, "run": check_run_name(run), "argv": list(argv)}
     session.so_far = "the command, if it had begun, is ended with the connection"
-    for frame in session.stream("exec", request):
-        if frame.kind == "result":
-            status = frame.value.get("status")
-            return status if isinstance(status, int) and 0 <= status <= 255 else 70
+
+    def pass_on(frame: Frame) -> None:
         match frame.value:
             case {"to": "out" | "err" as name, "data": bytes(data)}:
                 sink = out if name == "out" else err
@@ -28,4 +27,6 @@ def execute(session: Session, run: str, argv: Sequence[str], out: BinaryIO, err:
                 sink.flush()
             case _:
                 raise BadAnswer("the output came in a form that this dflash does not know")
-    raise AssertionError("a stream ends with a result or an error")
+
+    status = result_of(session.stream("exec", request), pass_on).get("status")
+    return status if isinstance(status, int) and 0 <= status <= 255 else Exit.INTERNAL

@@ -1,4 +1,4 @@
-"""What may go from the container, and how much room does that give? Shown first; removed only when said so."""
+"""Lists what nothing in the container uses, and removes it when told to."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ from typing import Literal
 from pydantic import BaseModel, Field
 
 from dflash_ops.document import Document
+from dflash_ops.remote.protocol import GcRequest
 from dflash_ops.text import visible
+from dflash_ops.transport.base import result_of
 from dflash_ops.verbs.session import Session, parsed
 
 
@@ -36,7 +38,7 @@ class _Collected(BaseModel):
 
 
 class GcReport(Document):
-    """What may go, and what went."""
+    """What can be removed, and what was."""
 
     kind: Literal["gc"] = "gc"
     container: str
@@ -50,7 +52,7 @@ class GcReport(Document):
 
 
 def look(session: Session, options: GcOptions) -> GcReport:
-    """What may go. Nothing is removed."""
+    """List what can be removed; remove nothing."""
     return _ask(session, options, None)
 
 
@@ -60,17 +62,16 @@ def remove(session: Session, options: GcOptions, agreed: GcReport) -> GcReport:
 
 
 def _ask(session: Session, options: GcOptions, paths: list[str] | None) -> GcReport:
-    request = {
+    request: GcRequest = {
+        "root": session.root,
         "keep": options.keep,
         "older_than": options.older_than * 86400,
         "caches": options.caches,
         "remove": paths,
     }
     if paths is not None:
-        session.so_far = "what was said to be removed is gone, the rest stays; `dflash gc` lists it"
-    for frame in session.stream("gc", request, deadline_between_frames=600):
-        if frame.kind == "result":
-            answer = parsed(_Collected, frame.value)
-            return GcReport(container=session.container_name, items=answer.items, removed=answer.removed)
-        session.say(f"removed {visible(str(frame.value.get('removed')))}")
-    raise AssertionError("a stream ends with a result or an error")
+        session.so_far = "items reported as removed are gone, nothing else was touched; `dflash gc` lists the rest"
+    frames = session.stream("gc", request, deadline_between_frames=600)
+    value = result_of(frames, lambda frame: session.say(f"removed {visible(str(frame.value.get('removed')))}"))
+    answer = parsed(_Collected, value)
+    return GcReport(container=session.container_name, items=answer.items, removed=answer.removed)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
@@ -14,11 +15,13 @@ from dflash_ops.errors import DflashError, Exit, UsageError
 from dflash_ops.inventory.load import inventory_path, load_inventory
 from dflash_ops.inventory.models import ContainerEntry, HostEntry, Inventory
 from dflash_ops.inventory.write import Addition, extended, new_text, write
-from dflash_ops.transport.base import Misconfigured, NoPython, NotPermitted, Program
+from dflash_ops.remote.protocol import InitRequest
+from dflash_ops.transport.base import Misconfigured, NoPython, NotPermitted, Program, result_of
 from dflash_ops.transport.framed import FramedTransport
+from dflash_ops.transport.hosts import RemoteHost, ssh_host
+from dflash_ops.transport.known_hosts import UnknownKey
 from dflash_ops.transport.pct import PCT, enter_command, explain
 from dflash_ops.transport.program import BOOTSTRAP
-from dflash_ops.transport.ssh import SshHost, UnknownKey
 from dflash_ops.verbs.candidates import Candidate, Initialized, Inside, NodeList, PythonFound, Row, candidate
 from dflash_ops.verbs.doctor import doctor
 from dflash_ops.verbs.session import open_session, parsed
@@ -120,7 +123,7 @@ def init(given: Path | None, options: InitOptions, ask: Ask, say: Callable[[str]
     name, entry = _host(old, options)
     with_host = old.model_copy(update={"hosts": {**old.hosts, name: entry}})
     trust(with_host, name, ask.key)
-    connection = SshHost(name, with_host)
+    connection = ssh_host(name, with_host)
     try:
         listed = _list(connection, name, entry, options.containers, say)
         if name not in old.hosts and listed.user != 0:
@@ -180,17 +183,16 @@ def _free(wanted: str, taken: Iterable[str]) -> str:
 
 
 def _list(
-    connection: SshHost, name: str, entry: HostEntry, wanted: tuple[str, ...], say: Callable[[str], None]
+    connection: RemoteHost, name: str, entry: HostEntry, wanted: tuple[str, ...], say: Callable[[str], None]
 ) -> NodeList:
     """The containers that are wanted, or all. Raises DflashError, unless numbers say which one wants."""
     say(f"listing the containers of {name}")
-    request = {"do": "node", "containers": list(wanted) or None}
+    request: InitRequest = {"do": "node", "containers": list(wanted) or None}
     by_number = [Row(vmid=int(each), status="unknown", lock="", name="", config=None) for each in wanted if _vmid(each)]
     numbered = bool(wanted) and len(by_number) == len(wanted)
     try:
         transport = FramedTransport(connection, BOOTSTRAP, lambda text, status: None)
-        *_, last = transport.stream(Program("init"), request)
-        listed = parsed(NodeList, last.value)
+        listed = parsed(NodeList, result_of(transport.stream(Program("init"), request), lambda event: None))
     except NoPython as error:
         if numbered:
             return NodeList(user=1 if entry.sudo else 0, pct=True, error="", containers=by_number)
@@ -220,7 +222,7 @@ def _vmid(text: str) -> bool:
 
 
 def _look_into(
-    connection: SshHost, name: str, host: HostEntry, row: Row, python: str | None, say: Callable[[str], None]
+    connection: RemoteHost, name: str, host: HostEntry, row: Row, python: str | None, say: Callable[[str], None]
 ) -> Candidate:
     """What a container has; why not, when it cannot be entered."""
     if row.status not in ("running", "unknown"):
@@ -228,10 +230,11 @@ def _look_into(
     say(f"looking into container {row.vmid}{f' ({row.name})' if row.name else ''}")
     entry = ContainerEntry(host=name, container=row.vmid)
     command = enter_command(entry, sudo=host.sudo)
-    transport = FramedTransport(connection, command, lambda text, status: explain(text, status, entry, name))
+    request: InitRequest = {"do": "container", "root": entry.root, "python": python}
+    transport = FramedTransport(connection, command, partial(explain, entry=entry, host=name))
     try:
-        *_, last = transport.stream(Program("init"), {"do": "container", "root": entry.root, "python": python})
-        return candidate(row, parsed(Inside, last.value), "")
+        answer = result_of(transport.stream(Program("init"), request), lambda event: None)
+        return candidate(row, parsed(Inside, answer), "")
     except DflashError as error:
         return candidate(row, None, error.message)
 

@@ -1,4 +1,4 @@
-"""How is a run ended? SIGTERM, so that the trainer saves and leaves; then SIGKILL; then proof that it is gone."""
+"""Ends a run: SIGTERM, so that the trainer saves; SIGKILL after the grace; then confirms that it is gone."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, Field
 
 from dflash_ops.document import Document
-from dflash_ops.plan.unit import STOP_SECONDS
+from dflash_ops.remote.protocol import STOP_SECONDS, KillRequest
 from dflash_ops.run.last_known import remember
 from dflash_ops.run.probes.gpu import GpuDevices, GpuNone, GpuReading, RawGpu, read_gpu
 from dflash_ops.run.probes.snapshot import Snapshot, read_snapshot
@@ -16,6 +16,7 @@ from dflash_ops.run.record import check_run_name, launched_by
 from dflash_ops.run.status import Status
 from dflash_ops.run.verdict import Verdict, judge
 from dflash_ops.text import age, visible
+from dflash_ops.transport.base import result_of
 from dflash_ops.verbs.session import Session, parsed
 
 
@@ -69,37 +70,38 @@ def question(found: Status) -> str:
 
 def kill(session: Session, options: KillOptions) -> KillReport:
     """End a run, in one round trip. A run that has ended already is left as it is. Raises DflashError."""
-    request: dict[str, Any] = {
+    request: KillRequest = {
+        "root": session.root,
         "run": check_run_name(options.run) if options.run is not None else None,
         "grace": options.grace,
         "force": options.force,
         "by": launched_by(),
-        "stop_seconds": STOP_SECONDS,
     }
     who = options.run or "the newest run"
     tells = f"`dflash status{f' {options.run}' if options.run else ''}` tells"
     session.so_far = f"{who} may have been asked to stop; {tells}"
-    for frame in session.stream("kill", request, deadline_between_frames=60):
-        if frame.kind == "result":
-            answer = parsed(_Stopped, frame.value)
-            seen = read_snapshot(answer.snapshot)
-            verdict = judge(seen)
-            remember(session.inventory.path, session.container_name, seen.record.run, verdict.state, verdict.reason)
-            return KillReport(
-                run=seen.record.run,
-                container=session.container_name,
-                outcome=answer.outcome,
-                verdict=verdict,
-                gpus=_released(answer.gpu, seen),
-            )
-        if frame.value.get("state"):
-            if frame.value["state"] == "asked to stop":
-                run = visible(str(frame.value.get("run")), 80)
-                session.so_far = f"no longer waiting, but {run} was asked to stop; `dflash status {run}` tells"
-            session.say(visible(f"{frame.value.get('run')}: {frame.value['state']}", 200))
-        elif frame.value.get("waited"):
-            session.say(f"  waiting, {frame.value['waited']} s")
-    raise AssertionError("a stream ends with a result or an error")
+    frames = session.stream("kill", request, deadline_between_frames=60)
+    answer = parsed(_Stopped, result_of(frames, lambda frame: _say(session, frame.value)))
+    seen = read_snapshot(answer.snapshot)
+    verdict = judge(seen)
+    remember(session.inventory.path, session.container_name, seen.record.run, verdict.state, verdict.reason)
+    return KillReport(
+        run=seen.record.run,
+        container=session.container_name,
+        outcome=answer.outcome,
+        verdict=verdict,
+        gpus=_released(answer.gpu, seen),
+    )
+
+
+def _say(session: Session, event: dict[str, Any]) -> None:
+    if event.get("state"):
+        if event["state"] == "asked to stop":
+            run = visible(str(event.get("run")), 80)
+            session.so_far = f"no longer waiting, but {run} was asked to stop; `dflash status {run}` tells"
+        session.say(visible(f"{event.get('run')}: {event['state']}", 200))
+    elif event.get("waited"):
+        session.say(f"  waiting, {event['waited']} s")
 
 
 def _released(before: RawGpu | None, seen: Snapshot) -> list[GpuRelease]:

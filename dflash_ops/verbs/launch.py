@@ -1,4 +1,4 @@
-"""How is a run started? Planned here, checked, shipped and started in the container, and watched until it is true."""
+"""Starts a run and waits until it is confirmed."""
 
 from __future__ import annotations
 
@@ -12,12 +12,13 @@ from dflash_ops.errors import ConfigurationError, DflashError, Exit
 from dflash_ops.plan.config import dump_yaml
 from dflash_ops.plan.plan import LaunchOptions, Plan, plan
 from dflash_ops.progress import progress_bar
+from dflash_ops.remote.protocol import RUN_FILES, LaunchRequest, PreflightRequest, StoreRequest, unit_name
 from dflash_ops.run.last_known import remember
 from dflash_ops.run.probes.snapshot import Snapshot, read_snapshot
-from dflash_ops.run.record import check_run_name, unit_name
+from dflash_ops.run.record import check_run_name
 from dflash_ops.run.verdict import Failed, Succeeded, Verdict, judge
 from dflash_ops.text import size, visible
-from dflash_ops.transport.base import ConnectionLost, RemoteRefusal, Unanswered
+from dflash_ops.transport.base import ConnectionLost, RemoteRefusal, Unanswered, result_of
 from dflash_ops.verbs.env import build_locked
 from dflash_ops.verbs.session import Session, parsed
 
@@ -106,7 +107,8 @@ def _prepare(session: Session, asked: Plan) -> None:
     """Check the container; bring there what it lacks."""
     session.say(f"checking {session.container_name}")
     locked = asked.interpreter.lock is not None
-    request = {
+    request: PreflightRequest = {
+        "root": session.root,
         "run": asked.run,
         "gpus": asked.gpus.all if asked.needs_gpus else [],
         "release": asked.release_name,
@@ -131,21 +133,27 @@ def _prepare(session: Session, asked: Plan) -> None:
                 "resume with --current-code, or launch anew",
             )
         session.say(f"sending release {asked.release.name[:12]} ({size(asked.release.total_bytes)})")
-        request = {"shelf": "releases", "name": asked.release.name, "files": asked.release.manifest()}
+        upload: StoreRequest = {
+            "root": session.root,
+            "shelf": "releases",
+            "name": asked.release.name,
+            "files": asked.release.manifest(),
+        }
         with progress_bar("release", quiet=session.quiet) as progress:
             progress.total(asked.release.total_bytes, 0)
-            session.call("store", request, asked.release.contents(progress.advance), deadline=600)
+            session.call("store", upload, asked.release.contents(progress.advance), deadline=600)
 
 
 def _start(session: Session, asked: Plan) -> tuple[str, Snapshot]:
-    request = {
+    request: LaunchRequest = {
+        "root": session.root,
         "run": asked.run,
         "spec": asked.spec,
         "files": {
-            "config.yaml": dump_yaml(asked.config),
-            "entry": asked.entry,
-            "on-exit": asked.on_exit,
-            "env": asked.env,
+            RUN_FILES["config"]: dump_yaml(asked.config),
+            RUN_FILES["entry"]: asked.entry,
+            RUN_FILES["on_exit"]: asked.on_exit,
+            RUN_FILES["env"]: asked.env,
         },
         "argv": asked.argv,
         "facts": {
@@ -157,28 +165,27 @@ def _start(session: Session, asked: Plan) -> tuple[str, Snapshot]:
         "wait": asked.wait,
         "timeout": asked.timeout,
     }
-    words = {"facts": "reading the container's facts", "start": f"starting {asked.run}"}
     try:
-        for frame in session.stream("launch", request, deadline_between_frames=60):
-            if frame.kind == "result":
-                answer = parsed(_Started, frame.value)
-                return answer.reached, read_snapshot(answer.snapshot)
-            stage = str(frame.value.get("stage"))
-            if stage == "start":
-                session.so_far = f"{asked.run} may have been started; `dflash status {asked.run}` tells"
-            elif stage == "started":
-                session.so_far = (
-                    f"{asked.run} goes on; `dflash status {asked.run}` looks, `dflash kill {asked.run}` ends it"
-                )
-            if stage in words:
-                session.say(words[stage])
-            if frame.value.get("status"):
-                session.say("  " + visible(str(frame.value["status"]), 200))
+        frames = session.stream("launch", request, deadline_between_frames=60)
+        answer = parsed(_Started, result_of(frames, lambda frame: _say(session, asked.run, frame.value)))
     except (ConnectionLost, Unanswered) as error:
         # What was sent may have been carried out: a new try under the same name can never make a second run.
         error.hint = f"the run may have been started: `dflash status {asked.run}` tells; it goes on without us"
         raise
-    raise AssertionError("a stream ends with a result or an error")
+    return answer.reached, read_snapshot(answer.snapshot)
+
+
+def _say(session: Session, run: str, event: dict[str, Any]) -> None:
+    stage = event.get("stage")
+    if stage == "facts":
+        session.say("reading the container's facts")
+    elif stage == "start":
+        session.so_far = f"{run} may have been started; `dflash status {run}` tells"
+        session.say(f"starting {run}")
+    elif stage == "started":
+        session.so_far = f"{run} goes on; `dflash status {run}` looks, `dflash kill {run}` ends it"
+    if event.get("status"):
+        session.say("  " + visible(str(event["status"]), 200))
 
 
 def _stop_holder(session: Session, run: str) -> None:

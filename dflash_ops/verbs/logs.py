@@ -1,4 +1,4 @@
-"""What does a run say? Its log, followed over as many connections as it takes, with no byte lost or repeated."""
+"""Follows a run's log over as many connections as it takes; loses and repeats no byte."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ from dataclasses import dataclass
 from typing import Any, TextIO
 
 from dflash_ops.errors import UsageError
+from dflash_ops.remote.protocol import Cursor, LogsRequest
 from dflash_ops.run.probes.log import last_segment
 from dflash_ops.run.record import check_run_name
 from dflash_ops.run.status import Status
 from dflash_ops.text import decoded, visible
-from dflash_ops.transport.base import BadAnswer
+from dflash_ops.transport.base import BadAnswer, result_of
 from dflash_ops.verbs.reconnect import lasting
 from dflash_ops.verbs.session import Session
 from dflash_ops.verbs.status import describe
@@ -147,12 +148,9 @@ def tail(session: Session, options: TailOptions, out: TextIO) -> Status:
     if options.run is not None:
         check_run_name(options.run)
     view = _View(session, options, _Screen(out))
-    for frame in lasting(session, "logs", view.request):
-        if frame.kind == "result":
-            view.end()
-            return describe(session, frame.value)
-        view.take(frame.value)
-    raise AssertionError("a stream ends with a result or raises")
+    value = result_of(lasting(session, "logs", view.request), lambda frame: view.take(frame.value))
+    view.end()
+    return describe(session, value)
 
 
 class _View:
@@ -171,11 +169,14 @@ class _View:
         wanted = options.lines if options.grep is not None else None
         self._held: deque[str] | None = None if wanted is None else deque(maxlen=wanted)
 
-    def request(self) -> dict[str, Any]:
+    def request(self) -> LogsRequest:
         """What to ask for on the next connection."""
-        cursor = None if self._cursor is None else dict(zip(("inode", "offset"), self._cursor, strict=True))
+        cursor: Cursor | None = None
+        if self._cursor is not None:
+            cursor = {"inode": self._cursor[0], "offset": self._cursor[1]}
         first = not self._begun
         return {
+            "root": self._session.root,
             "run": self._run,
             "cursor": cursor,
             "lines": self._options.lines if first and self._options.grep is None else None,

@@ -1,10 +1,11 @@
-"""How does what a run made come to the laptop? Resumed where it broke off, verified by hash, in place only when whole.
+"""Brings a run's files to the laptop: resumes, verifies by hash, puts in place only what is whole.
 
 A file is written to `<name>.partial`, a checkpoint to `<name>.partial/`, and renamed when its last byte was verified.
 """
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
 import re
@@ -19,6 +20,7 @@ from pydantic import Field
 from dflash_ops.document import Document
 from dflash_ops.errors import ConfigurationError, DflashError, Exit
 from dflash_ops.progress import Progress
+from dflash_ops.remote.protocol import PullRequest
 from dflash_ops.run.record import check_run_name
 from dflash_ops.text import size as size_text
 from dflash_ops.text import visible
@@ -62,7 +64,7 @@ def pull(session: Session, options: PullOptions, progress: Progress) -> Pulled:
     """
     if options.run is not None:
         check_run_name(options.run)
-    taker = _Taker(options, progress)
+    taker = _Taker(session.root, options, progress)
     session.so_far = "what came is kept, and the same `dflash pull` goes on from there"
     try:
         return _pulled(session, taker)
@@ -91,7 +93,8 @@ def _pulled(session: Session, taker: _Taker) -> Pulled:
 class _Taker:
     """What has come, and where the next bytes go."""
 
-    def __init__(self, options: PullOptions, progress: Progress) -> None:
+    def __init__(self, root: str, options: PullOptions, progress: Progress) -> None:
+        self._root = root
         self._options = options
         self._progress = progress
         self.run = options.run
@@ -116,10 +119,16 @@ class _Taker:
         assert self.run is not None  # the first event names it
         return self._options.to / self.run
 
-    def request(self) -> dict[str, Any]:
+    def request(self) -> PullRequest:
         """Ask for what is not here yet."""
         self._close()
-        return {"run": self.run, "what": self._options.what, "have": self._have(), "kept": self._whole()}
+        return {
+            "root": self._root,
+            "run": self.run,
+            "what": self._options.what,
+            "have": self._have(),
+            "kept": self._whole(),
+        }
 
     def _have(self) -> dict[str, int]:
         found: dict[str, int] = {}
@@ -294,8 +303,12 @@ def _unpacked(data: bytes, size: int, packed: bool) -> bytes:
 
 
 def _fsync_folder(folder: Path) -> None:
+    """Make renames in a folder durable, where the file system can: some answer EINVAL."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(handle)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):
+            raise
     finally:
         os.close(handle)

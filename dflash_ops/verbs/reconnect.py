@@ -1,11 +1,10 @@
-"""How does a stream outlive its connection? It is asked for again, with a growing pause, from where it had come to."""
+"""Keeps a stream going: connects again, with a growing pause, and asks from where the last one ended."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import closing
-from typing import Any
 
 from dflash_ops.transport.base import ConnectionLost, Frame, Unanswered, Unreachable
 from dflash_ops.verbs.session import Session
@@ -16,7 +15,7 @@ _LONGEST_PAUSE = 20.0
 def lasting(
     session: Session,
     verb: str,
-    request: Callable[[], dict[str, Any]],
+    request: Callable[[], Mapping[str, object]],
     *,
     until: float | None = None,
     payload: Callable[[], Iterable[bytes]] | None = None,
@@ -54,6 +53,6 @@ def lasting(
 
 
 def _stream(
-    session: Session, verb: str, request: dict[str, Any], payload: Callable[[], Iterable[bytes]] | None
+    session: Session, verb: str, request: Mapping[str, object], payload: Callable[[], Iterable[bytes]] | None
 ) -> Generator[Frame, None, None]:
     yield from session.stream(verb, request, payload=payload() if payload is not None else None)

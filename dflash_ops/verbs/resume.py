@@ -1,5 +1,6 @@
-"""How does one go on where a run ended? A new run with the same code, configuration and environment, from its newest
-checkpoint; what has changed in the container since is said.
+"""Starts a new run from the newest checkpoint of an ended one, with its code, configuration and environment.
+
+What has changed in the container since is reported.
 """
 
 from __future__ import annotations
@@ -16,11 +17,12 @@ from dflash_ops.inventory.models import JobEntry
 from dflash_ops.plan.check import check
 from dflash_ops.plan.config import changed
 from dflash_ops.plan.interpreter import Interpreter, interpreter
-from dflash_ops.plan.plan import Plan, Wait, assemble, automatic_name, needs_gpus
+from dflash_ops.plan.plan import Plan, Wait, Wish, assemble, automatic_name, needs_gpus
 from dflash_ops.plan.release import pack, trainer_source
 from dflash_ops.plan.variables import resolve_variables
+from dflash_ops.remote.protocol import OneRun
 from dflash_ops.run.facts import read_facts
-from dflash_ops.run.record import RunSpec, check_run_name, launched_by
+from dflash_ops.run.record import RunSpec, check_run_name
 from dflash_ops.text import visible
 from dflash_ops.verbs.diff import compare_facts
 from dflash_ops.verbs.launch import LaunchReport, execute
@@ -55,7 +57,8 @@ class _Left(BaseModel):
 
 def resume(session: Session, options: ResumeOptions) -> LaunchReport:
     """Start the new run. Raises DflashError."""
-    found = parsed(_Left, session.call("resume", {"run": check_run_name(options.run)}).value)
+    request: OneRun = {"root": session.root, "run": check_run_name(options.run)}
+    found = parsed(_Left, session.call("resume", request).value)
     _refuse_finished(found, session.inventory.jobs.get(found.spec.job), options)
     session.say(f"going on from {visible(found.checkpoint)} of {options.run}")
     if found.then is not None:
@@ -100,18 +103,9 @@ def plan_resume(session: Session, old: RunSpec, directory: str, options: ResumeO
     # Only the trainer that stands here can be asked, and only what is new needs it.
     if options.set and (release.name if release is not None else old.release) == pack(trainer_source()).name:
         check(config, options.set, lambda _: f"the configuration of run {options.run}")
-    spec = {
-        "schema": 1,
-        "run": name,
-        "job": old.job,
-        "container": session.container_name,
-        "launched_by": launched_by(),
-        "release": release.name if release is not None else old.release,
-        "config": config,
-        "watchdog": old.watchdog,
-        "resumed_from": directory,
-    }
-    asked = assemble(session.paths, spec, _interpreter(session, old), release, _variables(session, old))
+    code = release.name if release is not None else old.release
+    wish = Wish(name, old.job, session.container_name, code, config, old.watchdog, directory)
+    asked = assemble(session.paths, wish, _interpreter(session, old), release, _variables(session, old))
     needed = needs_gpus(inventory.jobs.get(old.job))
     return replace_fields(asked, needs_gpus=needed, wait=options.wait, timeout=options.timeout)
 

@@ -1,4 +1,4 @@
-"""Which runs has a container seen, and how did each go?"""
+"""Lists a container's runs, each with its verdict."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Literal
 from pydantic import Field
 
 from dflash_ops.document import Document
+from dflash_ops.remote.protocol import RunsRequest
 from dflash_ops.run.last_known import remember
 from dflash_ops.run.probes.snapshot import read_snapshot
 from dflash_ops.run.status import Status, status_of
@@ -24,7 +25,8 @@ class Runs(Document):
 
 def runs(session: Session, count: int) -> Runs:
     """The newest `count` runs of the container, each judged like `dflash status` does."""
-    reply = session.call("runs", {"count": count}, deadline=90)
+    request: RunsRequest = {"root": session.root, "count": count}
+    reply = session.call("runs", request, deadline=90)
     found = tuple(status_of(read_snapshot(frame.value), session.container_name) for frame in reply.events)
     for one in reversed(found):  # the newest is remembered last
         remember(session.inventory.path, session.container_name, one.run, one.state, one.reason)

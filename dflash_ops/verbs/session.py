@@ -1,11 +1,12 @@
-"""What does a verb work with? One container, one connection to it, and a place to say how it goes."""
+"""Holds what a verb works with: one container, one connection to it, and a place to report progress."""
 
 from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -35,7 +36,7 @@ def parsed(model: type[Answer], value: dict[str, Any]) -> Answer:
 
 @dataclass
 class Session:
-    """Every verb is a function `(session, options) -> model`. Requests carry the container's root by themselves."""
+    """Every verb is a function `(session, options) -> model`."""
 
     inventory: Inventory
     container_name: str
@@ -57,24 +58,23 @@ class Session:
     def call(
         self,
         verb: str,
-        request: dict[str, Any] | None = None,
+        request: Mapping[str, object],
         payload: Iterable[bytes] | None = None,
         deadline: float = 60.0,
         meanwhile: Callable[[], object] | None = None,
     ) -> Reply:
         """Run a remote program to its result; `meanwhile` is called while it runs."""
-        return self.transport.run(Program(verb), {"root": self.root, **(request or {})}, payload, deadline, meanwhile)
+        return self.transport.run(Program(verb), request, payload, deadline, meanwhile)
 
     def stream(
         self,
         verb: str,
-        request: dict[str, Any] | None = None,
+        request: Mapping[str, object],
         deadline_between_frames: float = 30.0,
         payload: Iterable[bytes] | None = None,
     ) -> Iterator[Frame]:
         """Run a remote program and yield its frames; the last one is its result."""
-        whole = {"root": self.root, **(request or {})}
-        return self.transport.stream(Program(verb), whole, deadline_between_frames, payload)
+        return self.transport.stream(Program(verb), request, deadline_between_frames, payload)
 
     def __enter__(self) -> Session:
         return self
@@ -100,10 +100,10 @@ def open_transport(inventory: Inventory, container: str) -> Transport:
         from dflash_ops.transport.local import local_transport
 
         return local_transport()
+    from dflash_ops.transport.hosts import ssh_host
     from dflash_ops.transport.pct import enter_command, explain
-    from dflash_ops.transport.ssh import SshHost
 
-    command = enter_command(entry, sudo=inventory.hosts[entry.host].sudo)
-    return FramedTransport(
-        SshHost(entry.host, inventory), command, lambda text, status: explain(text, status, entry, entry.host)
-    )
+    host = inventory.hosts[entry.host]
+    command = enter_command(entry, sudo=host.sudo)
+    explaining = partial(explain, entry=entry, host=entry.host, root=host.sudo or host.user in (None, "root"))
+    return FramedTransport(ssh_host(entry.host, inventory), command, explaining)

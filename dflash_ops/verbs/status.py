@@ -1,4 +1,4 @@
-"""How is a run? Three probes in one round trip, a verdict, and what led to it.
+"""Asks for a run's status: three probes in one round trip, and a verdict.
 
 The answer's models are imported while the container works on it: reaching the container takes longer than that.
 """
@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
+from dflash_ops.remote.protocol import StatusRequest
 from dflash_ops.run.record import check_run_name
 from dflash_ops.text import age
 from dflash_ops.transport.base import Unanswered, Unreachable
@@ -37,7 +38,8 @@ def status(session: Session, run: str | None, meanwhile: Callable[[], object] | 
             meanwhile()
 
     try:
-        reply = session.call("status", {"run": run, "lines": LOG_LINES}, deadline=30, meanwhile=work)
+        request: StatusRequest = {"root": session.root, "run": run, "lines": LOG_LINES}
+        reply = session.call("status", request, deadline=30, meanwhile=work)
     except (Unreachable, Unanswered) as error:  # others need something set up first: what was seen is no comfort then
         from dflash_ops.run.last_known import last_seen
 
@@ -54,7 +56,8 @@ def look(session: Session, run: str | None) -> Status:
 
     Raises DflashError when there is none.
     """
-    request = {"run": None if run is None else check_run_name(run), "lines": LOG_LINES, "gpu": False}
+    chosen = None if run is None else check_run_name(run)
+    request: StatusRequest = {"root": session.root, "run": chosen, "lines": LOG_LINES, "gpu": False}
     return describe(session, session.call("status", request, deadline=30).value)
 
 
@@ -64,8 +67,8 @@ def watch(session: Session, run: str | None, every: float = 2.0) -> Iterator[Sta
         check_run_name(run)
     chosen = run
 
-    def request() -> dict[str, Any]:
-        return {"run": chosen, "lines": LOG_LINES, "every": every}
+    def request() -> StatusRequest:
+        return {"root": session.root, "run": chosen, "lines": LOG_LINES, "every": every}
 
     for frame in lasting(session, "status", request):
         current = describe(session, frame.value)

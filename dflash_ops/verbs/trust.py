@@ -1,4 +1,4 @@
-"""Is this the machine that it says it is? Shows the host key of each hop, asks, and writes down what is accepted."""
+"""Shows the host key of each hop, asks, and writes down the keys that are accepted."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from dflash_ops.document import Document
 from dflash_ops.errors import UsageError
 from dflash_ops.inventory.models import Inventory
 from dflash_ops.transport.base import NotPermitted
-from dflash_ops.transport.ssh import SshHost, UnknownKey
+from dflash_ops.transport.hosts import ssh_host
+from dflash_ops.transport.known_hosts import UnknownKey
 
 
 class TrustedKey(BaseModel):
@@ -50,7 +51,7 @@ def trust(inventory: Inventory, host: str, ask: Callable[[UnknownKey], bool]) ->
         )
         return True
 
-    connection = SshHost(host, inventory, accept)
+    connection = ssh_host(host, inventory, accept)
     logged_in = True
     try:
         connection.connect()

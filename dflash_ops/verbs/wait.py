@@ -1,16 +1,17 @@
-"""When has a run come as far as it should? Watched over one connection; ends with the run's state as exit code."""
+"""Waits until a run has reached a goal; the exit code is the run's state."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 from pydantic import Field
 
 from dflash_ops.document import Document
 from dflash_ops.errors import DflashError, Exit
+from dflash_ops.remote.protocol import StatusRequest
 from dflash_ops.run.probes.log import LogFresh, LogSilent
 from dflash_ops.run.record import check_run_name
 from dflash_ops.run.status import Status
@@ -91,8 +92,8 @@ def _statuses(session: Session, run: str | None, end: float | None) -> Iterator[
     """Without the GPUs: what is waited for does not need them."""
     chosen = None if run is None else check_run_name(run)
 
-    def request() -> dict[str, Any]:
-        return {"run": chosen, "lines": LOG_LINES, "gpu": False, "every": _EVERY}
+    def request() -> StatusRequest:
+        return {"root": session.root, "run": chosen, "lines": LOG_LINES, "gpu": False, "every": _EVERY}
 
     for frame in lasting(session, "status", request, until=end):
         current = describe(session, frame.value)

@@ -1,4 +1,4 @@
-"""What survives a fault at each moment of each verb? Every cell of the table is tried for real in the lab.
+"""Tries every fault at every moment of every verb for real in the lab, and writes the table.
 
     python -m tests.lab.chaos [--only TEXT] [--json FILE]
 

@@ -1,4 +1,4 @@
-"""What do tests in the lab stand on? One lab for the test process, `dflash` as a subprocess, and a clean container."""
+"""Gives tests one lab per test process, `dflash` as a subprocess, and a clean container."""
 
 from __future__ import annotations
 

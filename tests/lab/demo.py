@@ -1,4 +1,4 @@
-"""What does the main job look like? A real drafter trained in the lab's container, command by command.
+"""Shows the main job, command by command: a real drafter trained in the lab's container.
 
     python -m tests.lab.demo
 

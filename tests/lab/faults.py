@@ -1,4 +1,4 @@
-"""What can be wrong with a node or a container? Each fault as a context manager that takes it back."""
+"""Breaks a node or a container: each fault is a context manager that takes it back."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How does a Proxmox node with a container come to stand on this machine? `Lab`: sshd, `pct`, LXC, systemd.
+"""Raises a Proxmox node with a container on this machine (`Lab`): sshd, `pct`, LXC, systemd.
 
     python -m tests.lab.lab up|down|status [--state DIR]
 

@@ -1,4 +1,4 @@
-"""What if the network between laptop and node fails without a word? A laptop in a network of its own, on a cable.
+"""Puts the laptop into a network of its own, on a cable that tests can pull.
 
 The laptop's network is a namespace that a process of the node holds, joined to this machine by a veth pair; a second
 sshd listens at the near end. Unplugged, packets vanish: no reset, no refusal. All of it dies with the node.

@@ -1,4 +1,4 @@
-"""What does the lab's Proxmox node see? PID 1 of the node's own mount, PID and UTS namespaces.
+"""Is PID 1 of the lab's Proxmox node: of its mount, PID and UTS namespaces.
 
 Run by `lab.py` as `unshare --mount --pid --uts --fork ... python node.py STATE`. The node shares this machine's
 network and programs, but /etc, /usr/sbin and /run are its own, so that it has an /etc/pve, users and a

@@ -1,4 +1,4 @@
-"""Which root file system do the containers boot? A small Debian with systemd and Python, built once and cached."""
+"""Builds the root file system of the containers once: a small Debian with systemd and Python."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What does the lab's container train on? SmolLM2-135M-Instruct, and text that it wrote itself, made once and kept.
+"""Makes what the lab's container trains on: SmolLM2-135M-Instruct and text that it wrote itself, kept once made.
 
     python -m tests.lab.small_target
 

@@ -1,4 +1,4 @@
-"""Do the promises hold under faults? A few cells of the table that `make chaos` tries in full."""
+"""Tests a few cells of the table of faults that `make chaos` tries in full."""
 
 from __future__ import annotations
 

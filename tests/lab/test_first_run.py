@@ -1,4 +1,4 @@
-"""Does the main job hold? Launch, status, tail-logs and kill against a real node, when things go well and when not."""
+"""Tests launch, status, tail-logs and kill against a real node, when things go well and when not."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Does the lab keep to itself? It recovers from a kill at any moment and leaves nothing behind."""
+"""Tests that the lab recovers from a kill at any moment and leaves nothing behind."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Does a followed log lose or repeat anything when the way to it breaks, and does it leave the terminal in peace?"""
+"""Tests that a followed log loses and repeats nothing when its connection breaks, and leaves the terminal in peace."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Do the verbs that look at runs tell the truth on a real container, also when a probe hangs or the way breaks?"""
+"""Tests the verbs that look at runs on a real container, also when a probe hangs or the connection breaks."""
 
 from __future__ import annotations
 

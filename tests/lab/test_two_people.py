@@ -1,4 +1,4 @@
-"""What if two people launch at once? One name is one run, and one GPU is held by one run."""
+"""Tests two people who launch at once: one name is one run, and one GPU is held by one run."""
 
 from __future__ import annotations
 

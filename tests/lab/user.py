@@ -1,4 +1,4 @@
-"""Who types the commands? A user with a folder, an inventory for the lab, and `dflash` as a process of its own."""
+"""Plays the user: a folder, an inventory for the lab, and `dflash` as a process of its own."""
 
 from __future__ import annotations
 

@@ -18,6 +18,9 @@ from tests.ops import commands, jobs
 from tests.ops.container import Container
 from tests.ops.evidence import BOOT
 from tests.ops.locked import UV, make_wheel
+from tests.ops.sshd import server, sshd, via
+
+__all__ = ["own_state_folder", "server", "sshd", "via"]
 
 
 @pytest.fixture(autouse=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import subprocess
 import sys
@@ -12,9 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from dflash_ops.cli import confirm
-from dflash_ops.run.last_known import remember
-from tests.ops.commands import CANARY, called, dflash, exit_code
+from tests.ops.commands import CANARY, dflash, exit_code
 
 
 def test_ctrl_c_after_a_key_was_taken_says_where_it_is(
@@ -31,22 +28,6 @@ def test_ctrl_c_after_a_key_was_taken_says_where_it_is(
         monkeypatch.setattr("dflash_ops.verbs.trust.trust", trust)
         assert exit_code(folder, monkeypatch, "trust", "main", "-y") == 130
         assert capsys.readouterr().err.endswith(f"interrupted: {words}\n")
-
-
-def test_a_no_is_said_and_is_no_failure(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr("typer.confirm", lambda *_, **__: False)
-
-    def asks() -> None:
-        terminal = type("Terminal", (io.StringIO,), {"isatty": lambda self: True})
-        with monkeypatch.context() as patch:
-            patch.setattr(sys, "stdin", terminal())
-            patch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
-            confirm("Really?")
-
-    assert called(folder, monkeypatch, asks) == 0
-    assert capsys.readouterr().err == "nothing was done\n"
 
 
 def test_help_names_the_defaults_and_what_may_be_given(folder: Path) -> None:
@@ -85,21 +66,3 @@ def test_help_loads_nothing_heavy() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.splitlines()[-1] == "[]"
-
-
-def test_completion_offers_names_of_the_inventory_and_runs_that_were_seen(folder: Path) -> None:
-    def complete(*words: str) -> list[str]:
-        done = dflash(
-            folder,
-            _DFLASH_COMPLETE="complete_bash",
-            COMP_WORDS=" ".join(("dflash", *words)),
-            COMP_CWORD=str(len(words)),
-        )
-        return done.stdout.split()
-
-    remember(folder / "inventory.yaml", "far", "night-7", "running", "")
-    assert complete("kill", "ni") == ["night-7"]
-    assert complete("launch", "sm") == ["smoke"]
-    assert complete("trust", "") == ["main"]
-    (folder / "inventory.yaml").write_text("containers: [")
-    assert complete("launch", "sm") == []

@@ -1,4 +1,4 @@
-"""Do training and serving see the same thing? (`python -m tests.trainer.overfit`, about a minute on two cores)
+"""Proves that training and serving see the same thing (`python -m tests.trainer.overfit`, some 90 s on two cores).
 
 A target writes answers, a drafter learns them by heart, is exported, and the official package decodes the same prompts
 with it. Were there an offset in the layers, the positions, the mask or the embedding between training and serving, the

@@ -20,7 +20,11 @@ def test_help_and_usage_errors_answer_without_importing_torch() -> None:
         assert finished.returncode == 0, finished.stderr
         assert "usage:" in finished.stdout
     assert "one step of a drafter, piece by piece" in finished.stdout
-    for words in (("run",), ("nonsense",), ("config",), ("run", "x.yaml", "--run-dir", "y", "--lr", "1")):
+    nonsense = [
+        ("evaluate", "x", *words) for words in (("--temperature", "nan"), ("--temperature", "-1"), ("--top-p", "0"))
+    ]
+    nonsense += [("regenerate", "x.yaml", "--prompts", "a", "--output", "b", "--temperature", "nan")]
+    for words in (("run",), ("nonsense",), ("config",), ("run", "x.yaml", "--run-dir", "y", "--lr", "1"), *nonsense):
         finished = python("-c", probe, *words)
         assert finished.returncode == 2, finished.stderr
         assert "usage:" in finished.stderr

@@ -79,6 +79,8 @@ def _first_step_here(options: argparse.Namespace) -> dict[str, Any]:
     return {
         **at,
         "compile_seconds": round(sum(r["seconds"] for r in compiled), 2),
+        "compile_seconds_of": {r["worker"]: r["seconds"] for r in compiled},
+        "compilation": compiled,
         "hits": sum(r["cache_hits"] for r in compiled),
         "misses": sum(r["cache_misses"] for r in compiled),
     }

@@ -10,7 +10,8 @@ import argparse
 import json
 import tempfile
 import time
-from collections import Counter
+from collections import Counter, defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ import torch
 
 from trainer.bench.gil import GilProbe
 from trainer.bench.shapes import Preset, drafter_config, drafter_step, load_target, row_source, rows_of, run_config
-from trainer.bench.show import console, table
+from trainer.bench.show import console, ran_as, table
 from trainer.bench.target import target_alone
 from trainer.bench.timing import seconds, synchronise
 from trainer.compilation.phase import CompilePhase
@@ -46,6 +47,8 @@ def drafter_alone(options: argparse.Namespace, device: torch.device) -> float:
         with CompilePhase(options.mode) as phase:
             with phase.turn("drafter 0", device, stream) as turn:
                 step.prepare(turn)
+            if device.type == "cuda":
+                phase.require_compiled()
             phase.close()
 
             def one(number: int) -> None:
@@ -110,7 +113,7 @@ def pipeline(options: argparse.Namespace) -> dict[str, Any]:
     colocated = bool(set(targets) & set(drafters)) and options.device != "cpu"
     idle_gil = GilProbe.of_idle_process()
     console.print("measuring one target alone")
-    target_rate = target_alone(options, torch.device(targets[0]))
+    target_rate, _ = target_alone(options, torch.device(targets[0]))
     console.print("measuring one drafter alone")
     drafter_rate = drafter_alone(options, torch.device(drafters[0]))
     clock = _Clock(warm_up=5, measured=options.steps, profiled=options.profile_steps)
@@ -131,10 +134,7 @@ def pipeline(options: argparse.Namespace) -> dict[str, Any]:
         load_target=lambda device: load_target(options.shape, device),
     ).run()
     rate = options.steps * len(drafters) / (clock.ended - clock.began)
-    sides = {"targets": len(targets) * target_rate, "drafters": len(drafters) * drafter_rate}
-    bound = min(sides.values())
-    if colocated:  # the device does one thing at a time at best
-        bound = 1 / sum(1 / side for side in sides.values())
+    bound = possible_rate(targets, drafters, target_rate, drafter_rate, shared=colocated)
     result: dict[str, Any] = {
         "target_alone_rows_per_second": target_rate,
         "drafter_alone_rows_per_second": drafter_rate,
@@ -154,6 +154,24 @@ def pipeline(options: argparse.Namespace) -> dict[str, Any]:
     return result
 
 
+def possible_rate(
+    targets: Sequence[str], drafters: Sequence[str], target_rate: float, drafter_rate: float, *, shared: bool
+) -> float:
+    """Rows per second that the devices allow: each does one thing at a time, for the workers that it holds.
+
+    Args:
+        targets, drafters: the device of each worker; rows are shared out evenly on both sides.
+        target_rate, drafter_rate: rows per second of one worker with a device of its own.
+        shared: whether workers of one device take turns; on a CPU each has cores of its own.
+    """
+    loads: defaultdict[str, float] = defaultdict(float)
+    for number, device in enumerate(targets):
+        loads[device if shared else f"target {number}"] += 1 / (target_rate * len(targets))
+    for number, device in enumerate(drafters):
+        loads[device if shared else f"drafter {number}"] += 1 / (drafter_rate * len(drafters))
+    return 1 / max(loads.values())
+
+
 def _show(options: argparse.Namespace, result: dict[str, Any], split: str, profiled: int) -> None:
     """Print the tables; `split` is how many targets and drafters were measured."""
     target, drafter = result["target_alone_rows_per_second"], result["drafter_alone_rows_per_second"]
@@ -161,7 +179,13 @@ def _show(options: argparse.Namespace, result: dict[str, Any], split: str, profi
     bound = "time-shared bound" if result["bound"] == "time-shared" else result["bound"]
     workers = {name: value for name, value in result["workers"].items() if isinstance(value, dict) and "busy" in value}
     table(
-        f"{options.preset}: rows of {options.shape.length} tokens, {options.shape.anchors} anchors, {options.mode}",
+        "\n".join(
+            [
+                f"{options.preset}: rows of {options.shape.length} tokens, {options.shape.anchors} anchors, "
+                f"{options.mode}",
+                *ran_as(result["compilation"]),
+            ]
+        ),
         [
             ("one target alone", target, 1e3 / target),
             ("one drafter alone", drafter, 1e3 / drafter),
@@ -190,14 +214,6 @@ def _show(options: argparse.Namespace, result: dict[str, Any], split: str, profi
         "99th percentile us",
     )
     console.print(f"recompiles after the start: {result['recompiles_after_start']}")
-    table(
-        "compiled",
-        [(r["worker"], r["mode"], r["kernels"], r["graph_breaks"]) for r in result["compilation"]],
-        "worker",
-        "mode",
-        "kernels",
-        "graph breaks",
-    )
     if (per_step := result.get("cuda_calls_per_step")) is not None:
         table(
             f"CUDA runtime calls per step, all threads, {profiled} steps profiled",

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import argparse
+from dataclasses import asdict
 from typing import Any
 
 import torch
 
 from trainer import wording
 from trainer.bench.shapes import Preset, drafter_step, rows_of, run_config
-from trainer.bench.show import console, table
+from trainer.bench.show import console, ran_as, table
 from trainer.bench.timing import milliseconds
 from trainer.compilation.phase import CompilePhase
 from trainer.pipeline.threads import in_worker_thread
@@ -27,6 +28,8 @@ def step(options: argparse.Namespace) -> dict[str, Any]:
         with CompilePhase(options.mode) as phase:
             with phase.turn("drafter 0", device, stream) as turn:
                 made.prepare(turn)
+            if device.type == "cuda":
+                phase.require_compiled()
             phase.close()
             report = phase.reports[0]
             pieces = made.pieces()
@@ -46,20 +49,22 @@ def step(options: argparse.Namespace) -> dict[str, Any]:
             "chunks": chunks,
             "valid_slots": prepared.valid_slots,
             "peak_gib": peak,
-            "compilation": report,
+            "compilation": [asdict(report)],
         }
 
     console.print("measuring one step")
     found: dict[str, Any] = in_worker_thread(device, work)
     table(
-        f"{options.preset}: {preset.length} tokens, {preset.anchors} anchors of {preset.block}, {options.mode}",
+        "\n".join(
+            [
+                f"{options.preset}: {preset.length} tokens, {preset.anchors} anchors of {preset.block}, {options.mode}",
+                *ran_as(found["compilation"]),
+            ]
+        ),
         [*found["milliseconds"].items(), ("step", found["step_milliseconds"])],
         "piece",
         "ms",
     )
     peak = f"; peak GPU memory {found['peak_gib']:.1f} GiB" if found["peak_gib"] is not None else ""
-    made = found["compilation"]
-    console.print(
-        f"{wording.count(found['chunks'], 'head chunk')}{peak}; {made.mode}, {wording.count(made.kernels, 'kernel')}"
-    )
+    console.print(f"{wording.count(found['chunks'], 'head chunk')}{peak}")
     return found

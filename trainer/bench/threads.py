@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import argparse
 import threading
+from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Any
 
 import torch
 
+from trainer import wording
 from trainer.bench.shapes import Preset, drafter_step, rows_of, run_config
-from trainer.bench.show import console, table
+from trainer.bench.show import console, ran_as, table
 from trainer.bench.timing import seconds
 from trainer.compilation.phase import CompilePhase
-from trainer.compilation.report import Mode
+from trainer.compilation.report import CompileReport, Mode
 from trainer.pipeline.threads import in_worker_thread
 
 
@@ -22,30 +25,52 @@ def threads(options: argparse.Namespace) -> dict[str, Any]:
     modes: tuple[Mode, ...] = ("compiled", "graph") if device.type == "cuda" else ("eager",)
     found: dict[str, Any] = {}
     rows, losses = [], {}
+    reports: list[CompileReport] = []
     for mode in modes:
         for count in (1, options.threads):
             console.print(f"measuring {mode}, {count} threads")
-            rate, milliseconds, losses[mode, count] = _threads_trial(options, device, mode, count)
+            rate, milliseconds, losses[mode, count], made = _threads_trial(options, device, mode, count)
+            reports.extend(made)
             found[f"{mode}_{count}_rows_per_second"] = rate
             rows.append((mode, count, milliseconds, rate))
-    table("drafters on one device", rows, "mode", "threads", "step ms", "rows/s, all threads")
+    table(
+        "\n".join(["drafters on one device", *ran_as(reports)]),
+        rows,
+        "mode",
+        "threads",
+        "step ms",
+        "rows/s, all threads",
+    )
+    found["compilation"] = [asdict(report) for report in reports]
     if device.type == "cuda":
         found["graph_to_compiled"] = (
             found[f"graph_{options.threads}_rows_per_second"] / found[f"compiled_{options.threads}_rows_per_second"]
         )
-        reference = losses["compiled", 1]
-        found["losses_equal_to_the_last_bit"] = all(made == reference for made in losses.values())
         console.print(
-            f"{options.threads} graph threads / {options.threads} compiled threads: {found['graph_to_compiled']:.2f}; "
-            f"losses equal to the last bit: {found['losses_equal_to_the_last_bit']}"
+            f"{options.threads} graph threads / {options.threads} compiled threads: {found['graph_to_compiled']:.2f}"
+        )
+    reference = losses[modes[0], 1]
+    found["losses"] = {
+        f"{mode}, {wording.count(count, 'thread')}": differing(made, reference)
+        for (mode, count), made in losses.items()
+    }
+    for name, (different, largest) in found["losses"].items():
+        console.print(
+            f"losses of {name}: {different} of {options.steps} differ, by {largest:.1e} of their size at most"
         )
     return found
 
 
+def differing(losses: Sequence[float], reference: Sequence[float]) -> tuple[int, float]:
+    """How many of `losses` are not to the last bit those of `reference`, and the largest relative difference."""
+    parted = [abs(loss - right) / abs(right) for loss, right in zip(losses, reference, strict=True) if loss != right]
+    return len(parted), max(parted, default=0.0)
+
+
 def _threads_trial(
     options: argparse.Namespace, device: torch.device, mode: Mode, count: int
-) -> tuple[float, float, list[float]]:
-    """Rows per second of all threads, milliseconds a step, and the first thread's losses."""
+) -> tuple[float, float, list[float], list[CompileReport]]:
+    """Rows per second of all threads, milliseconds a step, the first thread's losses, and what the threads ran as."""
     preset: Preset = options.shape
     rows = rows_of(preset, 8, device)
     ready = threading.Barrier(count + 1)
@@ -100,4 +125,4 @@ def _threads_trial(
     if failures:
         raise failures[0]
     slowest = max(taken)
-    return count * options.steps / slowest, 1e3 * slowest / options.steps, losses
+    return count * options.steps / slowest, 1e3 * slowest / options.steps, losses, phase.reports

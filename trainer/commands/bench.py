@@ -29,10 +29,17 @@ from trainer.bench.step import step
 from trainer.bench.target import target
 from trainer.bench.threads import threads
 from trainer.devices import find_device
+from trainer.wording import finite
 
 
 def main(options: argparse.Namespace) -> int:
-    """Run one benchmark."""
+    """Run one benchmark and print its line of JSON."""
+    print(json.dumps(finite(measure(options)), default=str))
+    return 0
+
+
+def measure(options: argparse.Namespace) -> dict[str, Any]:
+    """Run one benchmark; returns what its line of JSON says."""
     gpu = torch.cuda.is_available()
     options.preset = options.preset or ("smollm2" if gpu else "tiny")
     options.mode = options.mode or ("graph" if gpu else "eager")
@@ -46,9 +53,7 @@ def main(options: argparse.Namespace) -> int:
     run = {"pipeline": pipeline, "target": target, "threads": threads, "step": step, "first-step": first_step}[
         options.benchmark
     ]
-    result = {"benchmark": options.benchmark, "machine": machine(), "preset": options.preset, **run(options)}
-    print(json.dumps(result, default=str))
-    return 0
+    return {"benchmark": options.benchmark, "machine": machine(), "preset": options.preset, **run(options)}
 
 
 def machine() -> dict[str, Any]:

@@ -10,10 +10,12 @@ passes of the tokens that a pass yields, the target's own one included.
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
+import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import islice
 from pathlib import Path
 from statistics import mean
@@ -24,17 +26,23 @@ import transformers
 from rich.console import Console
 from rich.table import Column, Table
 
+from trainer.commands.evaluation_journal import Answered, Journal
+from trainer.commands.long_prompts import refuse_long_prompts
 from trainer.config.sections import DataConfig, TargetConfig
-from trainer.data.chat import read_template
 from trainer.data.progress import progress
 from trainer.data.prompts import Prompt, prompt_tokens, read_prompts
+from trainer.data.templates import RefusedChatError, read_template
 from trainer.devices import find_device
 from trainer.drafter.decoding import Generation, Limits, Sampling, SpeculativeDecoder
 from trainer.drafter.model import DFlashDrafter
 from trainer.drafter.released import fingerprint, read_drafter
 from trainer.inputs import HUMAN_EVAL, PACKAGES, require_prompts, require_target
-from trainer.pretrained import load_model, load_tokenizer, stop_tokens
+from trainer.pretrained import load_model, load_model_config, load_tokenizer, stop_tokens
 from trainer.run.checkpoint import find_drafter
+from trainer.target.continuation import refuse_wrong_blocks
+from trainer.wording import count, finite
+
+_log = logging.getLogger(__name__)
 
 
 class EvaluationError(ValueError):
@@ -63,6 +71,8 @@ class SetResult:
     """Mean seconds per token of the target alone over those with the drafter, as officially."""
     histogram: dict[int, float]
     """Share of the passes that yielded so many tokens."""
+    refused: int = 0
+    """Prompts that the chat template refused, or a later turn of them."""
 
 
 def evaluate(
@@ -77,30 +87,90 @@ def evaluate(
     seed: int = 0,
     template: str | None = None,
     variables: Mapping[str, Any] | None = None,
+    journal: Journal | None = None,
+    number: int = 0,
 ) -> SetResult:
     """Answer every turn of every prompt with and without the drafter, and sum up.
 
-    Prompts are rendered by the chat `template` (None: the tokenizer's) with `variables`.
+    Prompts are rendered by the chat `template` (None: the tokenizer's) with `variables`. Those that are in the journal
+    under the set's `number` are not answered again. Raises EvaluationError when the template refuses all of them.
     """
-    generator = torch.Generator(decoder.device).manual_seed(seed)
-    pairs: list[tuple[Generation, Generation]] = []
+    journal = journal or Journal(None, {})
+    examiner = _Examiner(
+        decoder,
+        tokenizer,
+        limits=limits,
+        sampling=sampling,
+        block_size=block_size,
+        seed=seed,
+        template=template,
+        variables=variables or {},
+    )
+    answered: list[Answered] = []
     with progress(f"answering {name}", len(prompts)) as advance:
-        for prompt in prompts:
-            messages: list[dict[str, Any]] = []
-            for given in prompt.turns:
-                messages += given
-                ids = prompt_tokens(tokenizer, messages, prompt.tools, template, variables or {})
-                if not pairs:  # the first pass on a device pays for kernels and allocations; it must not be timed
-                    warm = Limits(min(8, limits.max_new_tokens))
-                    decoder.plain(ids, warm, sampling, generator)
-                    decoder.speculative(ids, warm, sampling, generator, block_size)
-                alone = decoder.plain(ids, limits, sampling, generator)
-                helped = decoder.speculative(ids, limits, sampling, generator, block_size)
-                pairs.append((alone, helped))
-                answer = tokenizer.decode(helped.tokens, skip_special_tokens=True)
-                messages.append({"role": "assistant", "content": answer})
+        for place, prompt in enumerate(prompts):
+            known = journal.found.get((number, place))
+            if known is None:
+                known = examiner.answer(prompt)
+                journal.write(number, place, known)
+            answered.append(known)
             advance(1)
-    return set_result(name, pairs, greedy=sampling.temperature == 0)
+    refusals = [each.refused for each in answered if each.refused]
+    if refusals:
+        _log.warning("the chat template refused %s, the first because %s", count(len(refusals), "prompt"), refusals[0])
+    pairs = [pair for each in answered for pair in each.pairs]
+    if not pairs:
+        raise EvaluationError(f"the chat template refused every prompt of {name}, the first because {refusals[0]}")
+    return replace(set_result(name, pairs, greedy=sampling.temperature == 0), refused=len(refusals))
+
+
+class _Examiner:
+    """Lets the target answer prompts alone and with the drafter's help."""
+
+    def __init__(
+        self,
+        decoder: SpeculativeDecoder,
+        tokenizer: Any,
+        *,
+        limits: Limits,
+        sampling: Sampling,
+        block_size: int,
+        seed: int,
+        template: str | None,
+        variables: Mapping[str, Any],
+    ) -> None:
+        self._decoder, self._tokenizer = decoder, tokenizer
+        self._limits, self._sampling, self._block_size, self._seed = limits, sampling, block_size, seed
+        self._template, self._variables = template, variables
+        self._generator = torch.Generator(decoder.device)
+        self._warm = False
+
+    def answer(self, prompt: Prompt) -> Answered:
+        """Every turn of a prompt, up to one that the chat template refuses."""
+        # Each prompt has a seed of its own: an evaluation that goes on draws as one that was never interrupted.
+        seed = int.from_bytes(hashlib.sha256(f"{self._seed} {prompt.id}".encode()).digest()[:7])
+        pairs: list[tuple[Generation, Generation]] = []
+        messages: list[dict[str, Any]] = []
+        self._generator.manual_seed(seed)
+        for given in prompt.turns:
+            messages += given
+            try:
+                ids = prompt_tokens(self._tokenizer, messages, prompt.tools, self._template, self._variables)
+            except RefusedChatError as error:
+                return Answered(pairs, str(error))
+            if not self._warm:  # the first pass on a device pays for kernels and allocations; it must not be timed
+                self._both(ids, Limits(min(8, self._limits.max_new_tokens)))
+                self._generator.manual_seed(seed)
+                self._warm = True
+            pairs.append(self._both(ids, self._limits))
+            answer = self._tokenizer.decode(pairs[-1][1].tokens, skip_special_tokens=True)
+            messages.append({"role": "assistant", "content": answer})
+        return Answered(pairs)
+
+    def _both(self, ids: list[int], limits: Limits) -> tuple[Generation, Generation]:
+        alone = self._decoder.plain(ids, limits, self._sampling, self._generator)
+        helped = self._decoder.speculative(ids, limits, self._sampling, self._generator, self._block_size)
+        return alone, helped
 
 
 def set_result(name: str, pairs: Sequence[tuple[Generation, Generation]], *, greedy: bool) -> SetResult:
@@ -162,8 +232,15 @@ def main(options: argparse.Namespace) -> int:
         for name in names
     ]
     template, variables = _template(options, run)
-    console.print(f"drafter {folder}\ntarget  {target_config.path} ({target_config.dtype}, {device})", soft_wrap=True)
     tokenizer = load_tokenizer(target_config)
+    refuse_long_prompts(load_model_config(target_config), tokenizer, sets, options.max_new_tokens, template, variables)
+    settings = _settings(options, folder, target_config, device, block_size, sampling, variables)
+    hidden = {"gguf_file": target_config.gguf_file, "template": template}
+    asked = [[name, [prompt.id for prompt in prompts]] for name, prompts in sets]
+    journal = Journal(options.output, settings | hidden | {"sets": asked})
+    if journal.found:
+        _log.info("%s answered already", count(len(journal.found), "prompt"))
+    console.print(f"drafter {folder}\ntarget  {target_config.path} ({target_config.dtype}, {device})", soft_wrap=True)
     decoder, stop = _decoder(target_config, drafter, device, tokenizer)
     results = [
         evaluate(
@@ -177,15 +254,42 @@ def main(options: argparse.Namespace) -> int:
             seed=options.seed,
             template=template,
             variables=variables,
+            journal=journal,
+            number=number,
         )
-        for name, prompts in sets
+        for number, (name, prompts) in enumerate(sets)
     ]
     Console().print(table(results))
-    document = {
+    if options.output is not None:
+        document = settings | {"sets": [asdict(result) for result in results]}
+        options.output.write_text(json.dumps(finite(document), indent=2) + "\n", encoding="utf-8")
+        journal.finish()
+        console.print(f"written to {options.output}", soft_wrap=True)
+    differing = sum(r.answers - r.identical for r in results if r.identical is not None)
+    if differing and target_config.dtype == "float32":
+        _log.error(
+            "%s differ from the target's own, which greedy answers in float32 must not: these figures do not count",
+            count(differing, "answer"),
+        )
+        return 1
+    return 0
+
+
+def _settings(
+    options: argparse.Namespace,
+    folder: Path,
+    target: TargetConfig,
+    device: torch.device,
+    block_size: int,
+    sampling: Sampling,
+    variables: Mapping[str, Any],
+) -> dict[str, Any]:
+    """What is measured and how, as the output says it."""
+    return {
         "drafter": str(folder),
         "weights_sha256": fingerprint(folder),
-        "target": target_config.path,
-        "dtype": target_config.dtype,
+        "target": target.path,
+        "dtype": target.dtype,
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
         "torch": torch.__version__,
         "transformers": transformers.__version__,
@@ -194,20 +298,16 @@ def main(options: argparse.Namespace) -> int:
         "sampling": asdict(sampling),
         "seed": options.seed,
         "chat_template_kwargs": variables,
-        "sets": [asdict(result) for result in results],
     }
-    if options.output is not None:
-        options.output.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
-        console.print(f"written to {options.output}", soft_wrap=True)
-    return 0
 
 
 def _decoder(
     config: TargetConfig, drafter: DFlashDrafter, device: torch.device, tokenizer: Any
 ) -> tuple[SpeculativeDecoder, frozenset[int]]:
     model = load_model(config, device)
-    drafter = drafter.to(device, getattr(torch, config.dtype))
-    return SpeculativeDecoder(model, drafter), stop_tokens(model, tokenizer)
+    decoder = SpeculativeDecoder(model, drafter.to(device, getattr(torch, config.dtype)))
+    refuse_wrong_blocks(model)
+    return decoder, stop_tokens(model, tokenizer)
 
 
 def _target_config(options: argparse.Namespace, run: Mapping[str, Any] | None) -> TargetConfig:

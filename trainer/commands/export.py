@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
@@ -18,10 +19,13 @@ from typing import Any
 import torch
 import yaml
 from rich.console import Console
+from torch import Tensor
 
 from trainer.drafter.config import DrafterConfig
 from trainer.drafter.released import fingerprint, read_drafter, write_drafter
 from trainer.run.checkpoint import find_drafter
+
+_log = logging.getLogger(__name__)
 
 
 class ExportError(ValueError):
@@ -37,8 +41,10 @@ def export(source: Path, out: Path, *, dtype: str = "bfloat16", evaluation: Path
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ExportError(f"{out} exists and is not empty: choose another folder, or remove it")
     folder, run = find_drafter(source)
+    _log.info("exporting %s", folder)
     drafter = read_drafter(folder)
     measured = None if evaluation is None else _read_evaluation(evaluation, folder)
+    _refuse_lost_numbers(drafter.state_dict(), folder, dtype)
     unfinished: Path | None = None
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
@@ -56,6 +62,16 @@ def export(source: Path, out: Path, *, dtype: str = "bfloat16", evaluation: Path
         if unfinished is not None:
             shutil.rmtree(unfinished, ignore_errors=True)
     return out
+
+
+def _refuse_lost_numbers(weights: Mapping[str, Tensor], folder: Path, dtype: str) -> None:
+    """Raise ExportError where a weight is no number, or would be none in `dtype`: float16 ends at 65504."""
+    for name, tensor in weights.items():
+        if not tensor.isfinite().all():
+            raise ExportError(f"{name} of {folder} holds numbers that are not finite: export an earlier checkpoint")
+        if not tensor.to(getattr(torch, dtype)).isfinite().all():
+            largest = float(tensor.abs().max())
+            raise ExportError(f"{name} holds {largest:.4g}, which {dtype} cannot hold: export with --dtype bfloat16")
 
 
 def model_card(
@@ -142,15 +158,20 @@ def _measurements(measured: Mapping[str, Any] | None, trained: Mapping[str, Any]
         )
         for row in measured["sets"]:
             same = "sampled" if row["identical"] is None else f"{row['identical']}/{row['answers']}"
-            accepted, saved = row["acceptance_length"], 100 * row["passes_saved"]
-            yield f"| {row['name']} | {accepted:.2f} | {saved:.0f} % | {row['answers']} | {same} |"
-        speeds = ", ".join(f"{r['speedup']:.2f}x for {r['name']} ({r['tokens']} tokens)" for r in measured["sets"])
+            accepted, saved = _number(row["acceptance_length"]), 100 * row["passes_saved"]
+            yield f"| {row['name']} | {accepted} | {saved:.0f} % | {row['answers']} | {same} |"
+        speeds = ", ".join(f"{_number(r['speedup'])}x for {r['name']} ({r['tokens']} tokens)" for r in measured["sets"])
         yield from ("", f"Speedup in transformers on {measured['device']}: {speeds}; it depends on machine and load.")
-    elif (accepted := trained.get("accept_length")) is not None:
-        yield f"On training blocks before the checkpoint: {accepted:.2f} tokens. Real decoding was not measured."
+    elif (length := trained.get("accept_length")) is not None:
+        yield f"On training blocks before the checkpoint: {length:.2f} tokens. Real decoding was not measured."
     else:
         yield "Not measured."
     yield ""
+
+
+def _number(value: float | None) -> str:
+    """A dash for what could not be measured, as where no answer needed a pass."""
+    return "–" if value is None else f"{value:.2f}"
 
 
 def _recipe(

@@ -26,13 +26,15 @@ from transformers import StoppingCriteria, StoppingCriteriaList
 
 from trainer.config.load import load
 from trainer.config.sections import RunConfig
-from trainer.data.chat import RefusedChatError, read_template
 from trainer.data.documents import DataError
 from trainer.data.progress import progress
 from trainer.data.prompts import Prompt, prompt_tokens, read_prompts
+from trainer.data.templates import RefusedChatError, read_template
 from trainer.devices import find_device
 from trainer.inputs import require_prompts, require_target
-from trainer.pretrained import load_model, load_tokenizer, stop_tokens
+from trainer.pretrained import TargetError, load_model, load_model_config, load_tokenizer, stop_tokens
+from trainer.target.continuation import refuse_wrong_answers
+from trainer.target.positions import learned_positions
 from trainer.wording import count
 
 _log = logging.getLogger(__name__)
@@ -187,6 +189,7 @@ def regenerate(
             to other settings.
     """
     device = find_device(config.pipeline.targets[0])
+    _refuse_long_texts(config, sampling)
     tokenizer = load_tokenizer(config.target)
     template, variables = read_template(config.data), config.data.chat_template_kwargs
     recipe = {
@@ -234,7 +237,9 @@ def regenerate(
                 advance(1)
         # Long prompts first: memory runs out at once or never, and neighbours need little padding.
         waiting.sort(key=lambda pair: (-len(pair[0]), pair[1].prompt.id))
-        writer = _Writer(load_model(config.target, device), tokenizer, device, sampling)
+        model = load_model(config.target, device)
+        refuse_wrong_answers(model, batch_size)
+        writer = _Writer(model, tokenizer, device, sampling)
         while waiting:
             batch, waiting = waiting[:batch_size], waiting[batch_size:]
             further: list[tuple[list[int], _Conversation]] = []
@@ -255,6 +260,17 @@ def regenerate(
     if refused:
         _log.warning("the chat template refused %s, the first because %s", count(len(refused), "prompt"), refused[0])
     return written
+
+
+def _refuse_long_texts(config: RunConfig, sampling: AnswerSampling) -> None:
+    """Raise TargetError where the longest text that is allowed has no place in the target."""
+    longest = sampling.max_prompt_tokens + sampling.max_new_tokens
+    positions = learned_positions(load_model_config(config.target))
+    if positions is not None and longest > positions:
+        raise TargetError(
+            f"the target has learned {positions} positions: --max-prompt-tokens and --max-new-tokens, which now allow "
+            f"texts of {longest} tokens, may add up to that"
+        )
 
 
 class _Pulse(StoppingCriteria):

@@ -13,7 +13,7 @@ import os
 import shutil
 import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
     import torch
@@ -63,12 +63,15 @@ def convert(folder: Path, dtype: Precision = "float32") -> Path:
         raise SmallTargetError(f"{folder} holds something else; choose another folder")
     source = find_gguf()
     import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoTokenizer
+
+    from trainer.config.sections import TargetConfig
+    from trainer.pretrained import load_model
 
     torch_dtype: torch.dtype = getattr(torch, dtype)
     _log.info("converting %s to %s", source.name, folder)
     tokenizer = AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name)
-    read: Any = AutoModelForCausalLM.from_pretrained(source.parent, gguf_file=source.name, dtype=torch_dtype)
+    read = load_model(TargetConfig(path=str(source.parent), gguf_file=source.name, dtype=dtype), "cpu")
     # What the GGUF reader returns is marked as quantised and refuses to be saved, although it is plain by now: move the
     # weights to a model that carries no such mark.
     settings = read.config.to_dict()

@@ -5,7 +5,7 @@ runs them, and on CUDA captures them as graphs (`Turn.capture`); `CompilePhase.c
 any compilation in any thread is an error that names the function, the shapes and the worker. No other package touches
 torch.compile, CUDA graphs, tracing state or the compile cache.
 
-What this guards against, all seen with torch 2.11 to 2.14:
+What this guards against, all seen with torch 2.11 to 2.15:
 
 * torch 2.11 to 2.13 keep "FX is tracing" in a module global that every compiled call reads first, so a thread that
   merely calls its compiled step raises while another thread compiles (pytorch #126024), and one eager flex_attention
@@ -126,12 +126,12 @@ def _refuse_late_compilation(arguments: Any) -> None:
 
 
 def _watch_unfused_flex_attention() -> None:
-    """Hook the one name that flex_attention looks up on its eager, unfused path only (2.11 to 2.14)."""
+    """Hook the one name that flex_attention looks up on its eager, unfused path only (2.11 to 2.15)."""
     original = getattr(flex_module, "setup_compilation_env", None)
     if original is None:
         raise CompilationError(
             f"torch {torch.__version__}: flex_attention's eager path is not as expected, so an unfused call could not "
-            "be noticed: this torch is not supported (2.11 to 2.14 are)"
+            "be noticed: this torch is not supported (2.11 to 2.15 are)"
         )
     if getattr(original, "_dflash", False):
         return

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
-from typing import Literal
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from typing import Any, Literal
 
 import torch._inductor.metrics as inductor_metrics
 from torch._dynamo.utils import counters
@@ -29,6 +30,11 @@ class CompileReport:
     seconds: float
     note: str = ""  # what this worker does not get, and why
     allowed_by: str = ""  # the field of the configuration that chose so
+
+    @classmethod
+    def from_document(cls, document: Mapping[str, Any]) -> CompileReport:
+        """The report that an entry of compile.json is of."""
+        return cls(**{field.name: document[field.name] for field in fields(cls) if field.name in document})
 
     def describe(self) -> str:
         """One line for people."""

@@ -76,7 +76,7 @@ def _code_with_thread_local_flag(function: Any, expected_uses: int) -> types.Cod
     if uses != expected_uses:
         raise CompilationError(
             f"torch {torch.__version__}: {function.__qualname__} uses the tracing flag {uses} times, expected "
-            f"{expected_uses}: this torch is not supported (2.11 to 2.14 are)"
+            f"{expected_uses}: this torch is not supported (2.11 to 2.15 are)"
         )
     old = function.__code__
     inherited = old.co_flags & __import__("__future__").annotations.compiler_flag

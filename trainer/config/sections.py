@@ -44,7 +44,9 @@ class TargetConfig(Section):
 class DrafterSection(Section):
     """Shape of the drafter; what is left out follows the target."""
 
-    init_from: Path | None = Field(None, description="Folder of a released drafter to continue training from")
+    init_from: Path | None = Field(
+        None, description="Folder or hub name of a released drafter to continue training from"
+    )
     num_layers: int = Field(5, ge=1, description="Decoder layers of the drafter")
     block_size: int = Field(16, ge=2, description="Tokens in a block: the anchor and block_size - 1 drafted ones")
     target_layer_ids: list[int] | None = Field(
@@ -74,7 +76,8 @@ class DataConfig(Section):
 
     sources: list[Path] = Field(
         min_length=1,
-        description="JSONL or Parquet files; records hold messages, conversations, text, or input_ids and loss_mask",
+        description="JSONL, JSON or Parquet files, folders or patterns of them, or data sets on the hub; records hold "
+        "messages, conversations, text, or input_ids and loss_mask",
     )
     chat_template: Path | None = Field(None, description="Jinja file to render chats with; default: the tokenizer's")
     chat_template_kwargs: dict[str, bool | int | float | str] = Field(

@@ -1,4 +1,4 @@
-"""How do a config's sources become rows? Tokenise once, cache by content, pack.
+"""Makes rows of a config's sources: tokenises once, caches by content, packs.
 
 The cache is a folder per content hash: file contents, tokenizer, template, variables and greatest length. It is built
 under a lock beside its final place and renamed, so that a reader finds all of it or nothing.
@@ -27,17 +27,20 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from trainer.config.sections import DataConfig, TargetConfig
-from trainer.data.chat import ChatEncoder, RefusedChatError, read_template
+from trainer.data.chat import ChatEncoder
 from trainer.data.documents import Bool, DataError, Documents, DocumentWriter, Int32, Statistics
+from trainer.data.ends import configured_ends
 from trainer.data.progress import progress
+from trainer.data.records import Text, Tokens, UnsupportedRecordError, parse
 from trainer.data.rows import RowSource
-from trainer.data.sources import Text, Tokens, count_records, parse, read_fields, readable
-from trainer.pretrained import load_tokenizer
+from trainer.data.sources import count_records, find_files, read_fields, readable
+from trainer.data.templates import RefusedChatError, read_template
+from trainer.pretrained import load_model_config, load_tokenizer
 from trainer.wording import count
 
 _log = logging.getLogger(__name__)
 
-_FORMAT = 2
+_FORMAT = 3
 """To be raised when the same sources shall give other documents than before"""
 
 _BATCH = 256
@@ -51,13 +54,20 @@ _Fields = tuple[str, dict[str, Any]]
 
 
 class _Encoded(NamedTuple):
-    """One record as tokens; `complaint` names it when the chat template failed on it."""
+    """One record as tokens."""
 
     ids: Int32
     supervised: Bool
-    refused: bool = False
-    untellable: bool = False
+    faults: tuple[str, ...] = ()
+    """Fields of the statistics that count it, beside how many tokens it has"""
     complaint: str = ""
+    """Where the record stands, and what the template says of it; only with faults"""
+
+
+_NOTHING = _Encoded(np.empty(0, np.int32), np.empty(0, np.bool_))
+
+_NOT_IN_TOKENS = {"name_or_path", "is_local", "local_files_only", "vocab_file", "tokenizer_file", "merges_file"}
+"""What a tokenizer keeps of how it was loaded"""
 
 
 @dataclass(frozen=True)
@@ -79,32 +89,62 @@ class _RecordEncoder:
     def __init__(self, recipe: _Recipe) -> None:
         self._recipe = recipe
         self.tokenizer = load_tokenizer(recipe.target)
+        self._ends = configured_ends(recipe.target)
+        text = load_model_config(recipe.target).get_text_config()
+        # Embeddings are often padded, and sometimes shorter than what was added to the tokenizer.
+        self._embeddings = int(getattr(text, "vocab_size", None) or len(self.tokenizer))
         self._chat: ChatEncoder | None = None
 
     def fingerprint(self) -> str:
-        """Everything about tokenizer and template that could change a token."""
+        """Everything about tokenizer and template that could change a token.
+
+        Templates see all special tokens; what tokenizer_config.json says is hashed whole.
+        """
         tokenizer = self.tokenizer
         inner = tokenizer.backend_tokenizer.to_str() if tokenizer.is_fast else json.dumps(tokenizer.get_vocab())
-        parts = [inner, self._recipe.template or tokenizer.chat_template, self._recipe.variables]
+        settings = {key: value for key, value in tokenizer.init_kwargs.items() if key not in _NOT_IN_TOKENS}
+        parts = [
+            inner,
+            self._recipe.template or tokenizer.chat_template,
+            self._recipe.variables,
+            sorted((key, str(value)) for key, value in tokenizer.special_tokens_map.items()),
+            sorted((key, repr(value)) for key, value in settings.items()),
+            self._ends,
+        ]
         return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
     def encode(self, where: str, fields: dict[str, Any]) -> _Encoded:
+        """The tokens of a record.
+
+        Raises:
+            DataError: the record has the wrong shape, or token ids that the target has no embedding for.
+        """
+        try:
+            encoded = self._encode(where, fields)
+        except UnsupportedRecordError as error:
+            return _NOTHING._replace(faults=("unsupported",), complaint=str(error))
+        except RefusedChatError as error:
+            return _NOTHING._replace(faults=("refused",), complaint=f"{where}: {error}")
+        ids = encoded.ids
+        if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < self._embeddings:
+            raise DataError(f"{where} holds token ids outside the target's {self._embeddings}")
+        return encoded
+
+    def _encode(self, where: str, fields: dict[str, Any]) -> _Encoded:
         record = parse(where, fields)
         if isinstance(record, Tokens):
-            if record.input_ids and not 0 <= min(record.input_ids) <= max(record.input_ids) < len(self.tokenizer):
-                raise DataError(f"{where} holds token ids outside the target's {len(self.tokenizer)}")
-            return _Encoded(np.asarray(record.input_ids, np.int32), np.asarray(record.loss_mask, np.bool_))
+            # Wider than a token id, so that too large a number is found by its value.
+            ids = np.asarray(record.input_ids, np.int64).clip(-1, 2**31 - 1).astype(np.int32)
+            return _Encoded(ids, np.asarray(record.loss_mask, np.bool_))
         if isinstance(record, Text):
             ids = np.asarray(self.tokenizer(record.text)["input_ids"], np.int32)
             return _Encoded(ids, np.ones(len(ids), np.bool_))
         if self._chat is None:
-            self._chat = ChatEncoder(self.tokenizer, self._recipe.template, dict(self._recipe.variables))
-        try:
-            ids, supervised, untellable = self._chat.encode(record)
-        except RefusedChatError as error:
-            empty = np.empty(0, np.int32)
-            return _Encoded(empty, empty.astype(np.bool_), refused=True, complaint=f"{where}: {error}")
-        return _Encoded(ids, supervised, untellable=untellable, complaint=where if untellable else "")
+            recipe = self._recipe
+            self._chat = ChatEncoder(self.tokenizer, recipe.template, dict(recipe.variables), self._ends)
+        chat = self._chat.encode(record)
+        faults = tuple(name for name in ("untellable", "reasoning_dropped") if getattr(chat, name))
+        return _Encoded(chat.ids, chat.supervised, faults, where if faults else "")
 
 
 @lru_cache(maxsize=1)
@@ -149,9 +189,12 @@ def _describe(found: Statistics, rows: RowSource) -> str:
     text += f"{count(found.tokens, 'token')}, {found.supervised} supervised; "
     if found.unanchored:
         refused = f", of which the chat template refused {found.refused}" if found.refused else ""
-        text += f"{found.unanchored} without an anchor position{refused}; "
+        unsupported = f", {found.unsupported} with more than text" if found.unsupported else ""
+        text += f"{found.unanchored} without an anchor position{refused}{unsupported}; "
     if found.untellable:
         text += f"{found.untellable} with an answer that the chat template hides; "
+    if found.reasoning_dropped:
+        text += f"{found.reasoning_dropped} with reasoning that the chat template drops; "
     if found.cut:
         text += f"{found.cut} cut ({count(found.cut_tokens, 'token')} lost); "
     return text + f"{count(rows.rows_per_epoch, 'row')} an epoch, {100 * rows.fill:.1f} % full"
@@ -163,17 +206,20 @@ def open_documents(data: DataConfig, target: TargetConfig) -> Documents:
     encoder = _RecordEncoder(recipe)
     max_length = data.max_document_length or data.sequence_length
     digest = hashlib.sha256(f"{_FORMAT} {max_length} {encoder.fingerprint()}".encode())
-    for source in data.sources:
-        digest.update(_hash_of(source))
+    files = find_files(data.sources)
+    for file in files:
+        digest.update(_hash_of(file))
     content_hash = digest.hexdigest()[:32]
-    cache = data.cache_dir or data.sources[0].resolve().parent / ".dflash-cache"
+    first = data.sources[0]
+    beside = first.resolve() if first.exists() else files[0].absolute()  # a pattern, or fetched from the hub
+    cache = data.cache_dir or beside.parent / ".dflash-cache"
     folder = cache / content_hash
     if not folder.is_dir():
         try:
             cache.mkdir(parents=True, exist_ok=True)
             with _locked(cache / f"{content_hash}.lock"):
                 if not folder.is_dir():  # another process may have built it while this one waited
-                    _build(data.sources, recipe, max_length, folder, content_hash)
+                    _build(files, recipe, max_length, folder, content_hash)
         except OSError as error:
             raise DataError(
                 f"the tokenised documents cannot be written to {cache}: {error.strerror}; set data.cache_dir"
@@ -212,21 +258,35 @@ def _tokenise(sources: list[Path], recipe: _Recipe, writer: DocumentWriter, cont
     with progress("tokenising", records) as advance:
         for batch in _encode_all(chain.from_iterable(map(read_fields, sources)), recipe, records):
             for record in batch:
-                writer.add(record.ids, record.supervised, refused=record.refused, untellable=record.untellable)
-                if record.complaint:
-                    complaints.setdefault("refused" if record.refused else "untellable", record.complaint)
+                writer.add(record.ids, record.supervised, record.faults)
+                for fault in record.faults:
+                    complaints.setdefault(fault, record.complaint)
             advance(len(batch))
-    statistics = writer.close(content_hash)
-    if statistics.refused:
+    _warn(writer.close(content_hash), complaints)
+
+
+def _warn(found: Statistics, complaints: dict[str, str]) -> None:
+    """Say what is wrong with how many records, and name the first of each kind."""
+    if found.refused:
         _log.warning(
-            "the chat template refused %s, the first is %s", count(statistics.refused, "record"), complaints["refused"]
+            "the chat template refused %s, the first is %s", count(found.refused, "record"), complaints["refused"]
         )
-    if statistics.untellable:
+    if found.unsupported:
+        _log.warning("left out: %s, the first is %s", count(found.unsupported, "record"), complaints["unsupported"])
+    if found.untellable:
         _log.warning(
             "in %s the chat template does not show what the assistant wrote, the first is %s; these turns are not "
             "trained on",
-            count(statistics.untellable, "record"),
+            count(found.untellable, "record"),
             complaints["untellable"],
+        )
+    if found.reasoning_dropped:
+        _log.warning(
+            "in %s the chat template drops the assistant's reasoning, the first is %s; the drafter does not learn it, "
+            "though the target writes it: name a template that keeps it in data.chat_template, or give records of "
+            "input_ids and loss_mask, as `trainer regenerate` writes them",
+            count(found.reasoning_dropped, "record"),
+            complaints["reasoning_dropped"],
         )
 
 

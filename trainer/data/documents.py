@@ -1,4 +1,4 @@
-"""What is a tokenised document, and how do millions of them lie on disk?
+"""Keeps tokenised documents, millions of them, on disk.
 
 All documents stand one behind the other in flat arrays that are memory-mapped, so that opening a set costs nothing and
 every process shares one copy.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -38,8 +39,12 @@ class Statistics:
     """Records left out because no two neighbouring tokens of theirs are supervised (after cutting)"""
     refused: int = 0
     """Of these, chats that the chat template refused to render"""
+    unsupported: int = 0
+    """Of these, chats that hold images or other things that are not text"""
     untellable: int = 0
     """Records, kept or not, with an assistant turn that the chat template did not show"""
+    reasoning_dropped: int = 0
+    """Records, kept or not, with reasoning of the assistant that the chat template left out"""
     cut: int = 0
     """Documents cut at the greatest length"""
     tokens: int = 0
@@ -112,17 +117,37 @@ class Documents:
 
     @classmethod
     def open(cls, folder: Path) -> Documents:
-        """Map the documents that a `DocumentWriter` left in `folder`."""
+        """Map the documents that a `DocumentWriter` left in `folder`.
+
+        Raises:
+            DataError: the folder is damaged.
+        """
+        try:
+            return cls._map(folder)
+        except (OSError, ValueError, KeyError, TypeError, EOFError) as error:
+            raise DataError(
+                f"the tokenised documents in {folder} are damaged ({str(error).splitlines()[0]}): "
+                "delete this folder, and they are made anew"
+            ) from error
+
+    @classmethod
+    def _map(cls, folder: Path) -> Documents:
         header = json.loads((folder / "documents.json").read_text())
         statistics = Statistics(**header["statistics"])
+        for name, size in (("tokens.i32", 4 * statistics.tokens), ("supervised.b1", statistics.tokens)):
+            if (folder / name).stat().st_size != size:
+                raise ValueError(f"{name} has not {size} bytes")
+        offsets, candidates = np.load(folder / "offsets.npy"), np.load(folder / "candidates.npy")
+        if not len(offsets) - 1 == len(candidates) == statistics.documents or offsets[-1] != statistics.tokens:
+            raise ValueError("its parts do not fit together")
         empty = statistics.tokens == 0  # an empty file cannot be mapped
         tokens = np.empty(0, np.int32) if empty else np.memmap(folder / "tokens.i32", np.int32, "r")
         supervised = np.empty(0, np.bool_) if empty else np.memmap(folder / "supervised.b1", np.bool_, "r")
         return cls(
             tokens,
             supervised,
-            np.load(folder / "offsets.npy"),
-            np.load(folder / "candidates.npy"),
+            offsets,
+            candidates,
             statistics,
             header["content_hash"],
         )
@@ -138,10 +163,12 @@ class DocumentWriter:
         self._supervised: BinaryIO = (folder / "supervised.b1").open("wb")
         self._kept = _Selection(max_length)
 
-    def add(self, ids: Int32, supervised: Bool, *, refused: bool = False, untellable: bool = False) -> None:
-        """Append one document, cut at the greatest length; one without an anchor position is only counted."""
-        self._kept.refused += refused
-        self._kept.untellable += untellable
+    def add(self, ids: Int32, supervised: Bool, faults: Iterable[str] = ()) -> None:
+        """Append one document, cut at the greatest length; one without an anchor position is only counted.
+
+        `faults` are those fields of the statistics under which it is counted too.
+        """
+        self._kept.faults.update(faults)
         pair = self._kept.select(ids, supervised)
         if pair is not None:
             self._tokens.write(pair[0].tobytes())
@@ -169,7 +196,7 @@ class _Selection:
         self._max_length = max_length
         self.lengths: list[int] = []
         self._candidates: list[int] = []
-        self.refused = self.untellable = 0
+        self.faults: Counter[str] = Counter()
         self._records = self._unanchored = self._cut = self._supervised = self._cut_tokens = 0
 
     def select(self, ids: Int32, supervised: Bool) -> tuple[Int32, Bool] | None:
@@ -201,10 +228,9 @@ class _Selection:
             records=self._records,
             documents=len(self.lengths),
             unanchored=self._unanchored,
-            refused=self.refused,
-            untellable=self.untellable,
             cut=self._cut,
             tokens=sum(self.lengths),
             supervised=self._supervised,
             cut_tokens=self._cut_tokens,
+            **self.faults,
         )

@@ -1,10 +1,11 @@
-"""What shall the target answer, and what does it read before it does? Prompts from a file, or from a package."""
+"""Reads prompts from a file or a package, and says which tokens the target reads before it answers."""
 
 from __future__ import annotations
 
 import hashlib
 import importlib.metadata
 import json
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,10 +13,14 @@ from typing import Any
 
 import yaml
 
-from trainer.data.chat import apply_template
 from trainer.data.documents import DataError
-from trainer.data.sources import Chat, parse, read_fields
+from trainer.data.records import Chat, UnsupportedRecordError, parse
+from trainer.data.sources import read_fields
+from trainer.data.templates import apply_template
 from trainer.inputs import HUMAN_EVAL, PACKAGES, require_prompts
+from trainer.wording import count
+
+_log = logging.getLogger(__name__)
 
 # The official benchmark's wording, so that figures compare.
 _HUMAN_EVAL_TASK = (
@@ -82,11 +87,19 @@ def prompt_tokens(
 
 def _read_file(source: str) -> Iterator[Prompt]:
     require_prompts([source])
-    empty = True
+    prompts = 0
+    left_out: list[str] = []
     for where, fields in read_fields(Path(source)):
-        empty = False
-        yield _from_fields(where, fields)
-    if empty:
+        try:
+            prompt = _from_fields(where, fields)
+        except UnsupportedRecordError as error:
+            left_out.append(str(error))
+            continue
+        prompts += 1
+        yield prompt
+    if left_out:
+        _log.warning("left out: %s, the first is %s", count(len(left_out), "prompt"), left_out[0])
+    if not prompts:
         raise DataError(f"{source} holds no prompts")
 
 

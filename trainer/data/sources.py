@@ -1,56 +1,86 @@
-"""What is written in a source file? JSONL or Parquet records of chats, raw text or token ids."""
+"""Finds the files that `data.sources` names, and reads their records: JSON lines, JSON arrays, or Parquet rows."""
 
 from __future__ import annotations
 
 import gzip
 import json
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from fnmatch import fnmatch
+from glob import glob, has_magic
 from pathlib import Path
 from typing import Any
 
 from trainer.data.documents import DataError
+from trainer.hub import fetch
+from trainer.inputs import DATA_ENDINGS, is_hub_data
+
+_ENDINGS = f"{', '.join(DATA_ENDINGS[:-1])} or {DATA_ENDINGS[-1]}"
 
 
-@dataclass(frozen=True, slots=True)
-class Chat:
-    """A conversation as chat templates read it."""
+def find_files(sources: Sequence[Path]) -> list[Path]:
+    """The files that sources name, in their order: files, folders, patterns, and data sets on the hub.
 
-    messages: list[dict[str, Any]]
-    tools: list[Any] | None = None
+    Of a folder, all files of records at any depth count, in the order of their names; of a data set on the hub, those
+    with "train" in their names, or all where no name holds it.
 
-
-@dataclass(frozen=True, slots=True)
-class Text:
-    """Raw text, all of it supervised."""
-
-    text: str
-
-
-@dataclass(frozen=True, slots=True)
-class Tokens:
-    """Token ids with their supervision, as `trainer regenerate` writes them."""
-
-    input_ids: list[int]
-    loss_mask: list[bool]
+    Raises:
+        DataError: a source names no file.
+        InputError: the hub does not have it.
+    """
+    files: list[Path] = []
+    for source in sources:
+        found = _find(source)
+        if not found:
+            raise DataError(f"source {source} names no file that ends in {_ENDINGS}")
+        files += found
+    return files
 
 
-Record = Chat | Text | Tokens
+def _find(source: Path) -> list[Path]:
+    if source.is_dir():
+        return _records_in(source)
+    if not source.exists() and has_magic(str(source)):
+        found = sorted(Path(path) for path in glob(str(source), recursive=True))  # noqa: PTH207 - may be absolute
+        if found or not is_hub_data(source):
+            return [path for path in found if path.is_file() and path.name.endswith(DATA_ENDINGS)]
+    if not is_hub_data(source):
+        return [source]
+    name, inside = str(Path(*source.parts[:2])), Path(*source.parts[2:])
+    if source.parts[2:]:
+        folder = fetch("data.sources", source, name, "dataset", [str(inside), f"{inside}/*"])
+        return [path for path in _records_in(folder) if _lies_in(path.relative_to(folder), inside)]
+    folder = fetch("data.sources", source, name, "dataset", [f"*{ending}" for ending in DATA_ENDINGS])
+    found = _records_in(folder)
+    return [path for path in found if "train" in str(path.relative_to(folder))] or found
 
-_ROLES = {"human": "user", "gpt": "assistant"}
-"""ShareGPT's names for the roles"""
+
+def _lies_in(path: Path, pattern: Path) -> bool:
+    return fnmatch(str(path), str(pattern)) or fnmatch(str(path), f"{pattern}/*")
+
+
+def _records_in(folder: Path) -> list[Path]:
+    """Files of records at any depth; hidden ones, such as the cache of tokens, do not count."""
+    return sorted(
+        path
+        for path in folder.rglob("*")
+        if path.name.endswith(DATA_ENDINGS)
+        and path.is_file()
+        and not any(part.startswith(".") for part in path.relative_to(folder).parts)
+    )
 
 
 def read_fields(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Records of a file with where they stand ("train.jsonl line 7"); JSONL may be gzipped, blank lines are skipped.
+    """Records of a file with where they stand ("train.jsonl line 7"); JSON may be gzipped, blank lines are skipped.
 
     Raises:
         DataError: no such file, an unknown kind of file, a damaged file, or a damaged record.
     """
     if path.suffix == ".parquet":
         yield from _read_parquet(path)
+    elif path.name.endswith((".json", ".json.gz")):
+        yield from _read_json(path)
     else:
         yield from _read_jsonl(path)
 
@@ -61,6 +91,8 @@ def count_records(path: Path) -> int:
     Raises:
         DataError: as `read_fields`.
     """
+    if path.name.endswith((".json", ".json.gz")):
+        return sum(1 for _ in _read_json(path))
     if path.suffix != ".parquet":
         return sum(1 for _ in _lines(path))
     from pyarrow.parquet import read_metadata
@@ -87,10 +119,26 @@ def readable(path: Path) -> Iterator[None]:
 
 
 def _lines(path: Path) -> Iterator[bytes]:
-    if not path.name.endswith((".jsonl", ".jsonl.gz")):
-        raise DataError(f"source {path} must end in .jsonl, .jsonl.gz or .parquet")
+    if not path.name.endswith(DATA_ENDINGS):
+        raise DataError(f"source {path} must end in {_ENDINGS}")
     with readable(path), gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb") as file:
         yield from file
+
+
+def _read_json(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Records of a JSON array; files of JSON lines are called .json too."""
+    content = b"".join(_lines(path))
+    if not content.lstrip().startswith(b"["):
+        yield from _read_jsonl(path)
+        return
+    try:
+        records = json.loads(content)
+    except ValueError as error:
+        raise DataError(f"source {path} is not JSON: {error}") from error
+    except RecursionError:
+        raise DataError(f"source {path} is nested too deeply") from None
+    for number, fields in enumerate(records, 1):
+        yield _checked(f"{path.name} record {number}", fields, content)
 
 
 def _read_jsonl(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -100,15 +148,23 @@ def _read_jsonl(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
         where = f"{path.name} line {number}"
         try:
             fields = json.loads(line)
-            if b"\\ud" in line.lower():
-                json.dumps(fields, ensure_ascii=False).encode()
-        except UnicodeEncodeError:  # JSON may hold it, but no tokenizer and no other file
-            raise DataError(f"{where} holds half of a surrogate pair, which is no text") from None
         except ValueError as error:
             raise DataError(f"{where} is not JSON: {error}") from error
-        if not isinstance(fields, dict):
-            raise DataError(f"{where} must be an object, not {type(fields).__name__}")
-        yield where, fields
+        except RecursionError:
+            raise DataError(f"{where} is nested too deeply") from None
+        yield _checked(where, fields, line)
+
+
+def _checked(where: str, fields: Any, written: bytes) -> tuple[str, dict[str, Any]]:
+    """A record that `written` holds."""
+    if not isinstance(fields, dict):
+        raise DataError(f"{where} must be an object, not {type(fields).__name__}")
+    if b"\\ud" in written.lower():
+        try:
+            json.dumps(fields, ensure_ascii=False).encode()
+        except UnicodeEncodeError:  # JSON may hold it, but no tokenizer and no other file
+            raise DataError(f"{where} holds half of a surrogate pair, which is no text") from None
+    return where, fields
 
 
 def _read_parquet(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -120,58 +176,3 @@ def _read_parquet(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
             for fields in batch.to_pylist():
                 number += 1
                 yield f"{path.name} row {number}", fields
-
-
-def parse(where: str, fields: dict[str, Any]) -> Record:
-    """The record in `fields`; token ids win over chats, chats over text.
-
-    Raises:
-        DataError: none of these is there, or it has the wrong shape.
-    """
-    if fields.get("input_ids") is not None:
-        return _parse_tokens(where, fields)
-    for name in ("messages", "conversations"):
-        if fields.get(name) is not None:
-            return _parse_chat(where, fields[name], fields.get("tools"))
-    if isinstance(fields.get("text"), str):
-        return Text(fields["text"])
-    raise DataError(f"{where} has none of input_ids, messages, conversations and text; its keys are {sorted(fields)}")
-
-
-def _parse_tokens(where: str, fields: dict[str, Any]) -> Tokens:
-    ids, mask = fields["input_ids"], fields.get("loss_mask")
-    if not isinstance(ids, list) or not all(isinstance(token, int) for token in ids):
-        raise DataError(f"{where}: input_ids must be a list of integers")
-    if not isinstance(mask, list) or len(mask) != len(ids):
-        raise DataError(f"{where} needs a loss_mask as long as its input_ids")
-    return Tokens(ids, [bool(flag) for flag in mask])
-
-
-def _parse_chat(where: str, messages: Any, tools: Any) -> Chat:
-    if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
-        raise DataError(f"{where}: a chat must be a list of messages")
-    return Chat([_parse_message(where, message) for message in messages], tools or None)
-
-
-def _parse_message(where: str, message: dict[str, Any]) -> dict[str, Any]:
-    role = message.get("role", message.get("from"))
-    if not isinstance(role, str):
-        raise DataError(f"{where}: a message needs a role (or from)")
-    # Parquet spells out the fields that a message lacks as null; templates ask whether a field is there.
-    rest = {
-        key: value
-        for key, value in message.items()
-        if key not in ("role", "from", "content", "value") and value is not None
-    }
-    content = message.get("content", message.get("value"))
-    return {"role": _ROLES.get(role, role), "content": _plain(where, content), **rest}
-
-
-def _plain(where: str, content: Any) -> str:
-    if content is None:
-        return ""
-    if isinstance(content, list) and all(isinstance(part, dict) and part.get("type") == "text" for part in content):
-        return "".join(str(part.get("text") or "") for part in content)
-    if not isinstance(content, str):
-        raise DataError(f"{where}: the content of a message must be text; images and sounds are not supported")
-    return content

@@ -42,7 +42,8 @@ class Blocks(NamedTuple):
     labels: Tensor
     """[A, B-1] int64: the token at each slot; 0 where there is none to learn."""
     label_mask: Tensor
-    """[A, B-1] bool: slot k counts iff the anchor is valid and row[anchor + k] is supervised and of the document."""
+    """[A, B-1] bool: slot k counts iff the anchor is valid and row[anchor + 1] to row[anchor + k] are all supervised
+    and of the document. Decoding never gets behind a gap: slots there would take weight from those that it reads."""
 
 
 def make_blocks(
@@ -63,7 +64,8 @@ def make_blocks(
     inside = where < length
     where = where.clamp(max=length - 1)
     same_document = document_start[where] == document_start[anchors][:, None]
-    label_mask = anchor_valid[:, None] & inside & same_document & loss_mask[where]
+    supervised = anchor_valid[:, None] & inside & same_document & loss_mask[where]
+    label_mask = supervised.cumprod(dim=1).bool()
     masked = torch.full_like(where, mask_token_id)
     offsets = torch.arange(block_size, device=anchors.device)
     return Blocks(

@@ -8,8 +8,7 @@ tokens it yields, the target's own one included, cut at a stop token and at the 
 
 from __future__ import annotations
 
-import copy
-import inspect
+import math
 import time
 from collections.abc import Sequence, Set
 from dataclasses import dataclass
@@ -18,10 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from transformers import DynamicCache
 
 from trainer.drafter.drafting import Drafting
 from trainer.drafter.model import DFlashDrafter
+from trainer.target.continuation import TargetState
 
 
 class DecodingError(ValueError):
@@ -38,7 +37,7 @@ class Sampling:
     """0: no limit."""
 
     def __post_init__(self) -> None:
-        if self.temperature < 0 or not 0 < self.top_p <= 1 or self.top_k < 0:
+        if not 0 <= self.temperature < math.inf or not 0 < self.top_p <= 1 or self.top_k < 0:
             raise DecodingError("temperature and top-k must not be negative, and top-p must lie above 0 and up to 1")
 
     def probabilities(self, logits: Tensor) -> Tensor:
@@ -95,7 +94,7 @@ class SpeculativeDecoder:
         self, prompt: Sequence[int], limits: Limits, sampling: Sampling, generator: torch.Generator
     ) -> Generation:
         """Write one token per pass of the target."""
-        state = _TargetState(self._target, ())
+        state = TargetState(self._target, ())
         logits, _ = state.read(self._ids(prompt), last_only=True)
         tokens = [int(_choose(logits, sampling, generator))]
         began = _now(self.device)
@@ -115,7 +114,7 @@ class SpeculativeDecoder:
     ) -> Generation:
         """Write a block per pass of the target; `block_size` may be smaller than the drafter was trained with."""
         block_size = block_size or self._drafter.config.block_size
-        state = _TargetState(self._target, self._drafter.config.target_layer_ids)
+        state = TargetState(self._target, self._drafter.config.target_layer_ids)
         drafting = Drafting(self._drafter)
         logits, features = state.read(self._ids(prompt), last_only=True)
         drafting.extend(features.to(self._embedding.dtype))
@@ -161,67 +160,6 @@ class SpeculativeDecoder:
 
     def _ids(self, tokens: Sequence[int]) -> Tensor:
         return torch.tensor(tokens, dtype=torch.long, device=self.device)
-
-
-class _TargetState:
-    """What the target has read so far, with the last reading revocable."""
-
-    def __init__(self, model: Any, layer_ids: Sequence[int]) -> None:
-        self._model = model
-        self._layer_ids = layer_ids
-        cache: Any = DynamicCache
-        self._cache = cache(config=model.config)
-        self._cache.activate_past_recording()
-        # transformers renames the argument: 5.17 knows only the second name, from 5.40 only the first is left.
-        known = inspect.signature(model.forward).parameters
-        self._cache_name = "cache" if "cache" in known else "past_key_values"
-        self._length = 0
-        self._last = torch.empty(0, dtype=torch.long)
-        self._saved: dict[int, Any] = {}
-
-    def read(self, ids: Tensor, *, last_only: bool = False) -> tuple[Tensor, Tensor]:
-        """Read ids [T]; returns logits [T or 1, V] and the tapped features [T, n*H]."""
-        if self._length:
-            self._cache.crop(0)  # layers with a window drop what the last reading no longer needs
-            # Recurrent states cannot be cropped, only put back.
-            self._saved = {
-                number: copy.deepcopy(layer)
-                for number, layer in enumerate(self._cache.layers)
-                if not layer.is_croppable
-            }
-        output = self._forward(ids, last_only)
-        self._last = ids
-        features = [output.hidden_states[number + 1][0] for number in self._layer_ids]
-        return output.logits[0], torch.cat(features, dim=-1) if features else output.logits[0, :, :0]
-
-    def keep(self, count: int) -> None:
-        """Forget all but the first `count` tokens of the last reading."""
-        surplus = len(self._last) - count
-        if surplus == 0:
-            return
-        self._length -= surplus
-        if not self._saved:
-            self._cache.crop(-surplus)
-            return
-        for number, layer in enumerate(self._cache.layers):
-            if number in self._saved:
-                self._cache.layers[number] = self._saved[number]
-            else:
-                layer.crop(-len(self._last))
-        self._length -= count
-        self._forward(self._last[:count], last_only=True)
-
-    def _forward(self, ids: Tensor, last_only: bool) -> Any:
-        positions = torch.arange(self._length, self._length + len(ids), device=ids.device)
-        self._length += len(ids)
-        return self._model(
-            input_ids=ids[None],
-            position_ids=positions[None],
-            **{self._cache_name: self._cache},
-            use_cache=True,
-            output_hidden_states=bool(self._layer_ids),
-            logits_to_keep=1 if last_only else 0,
-        )
 
 
 def _choose(logits: Tensor, sampling: Sampling, generator: torch.Generator) -> Tensor:

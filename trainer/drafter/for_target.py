@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, Protocol, cast
 
 from transformers import PreTrainedConfig
@@ -16,6 +18,7 @@ from trainer.drafter.config import (
     LayerType,
     build_target_layer_ids,
 )
+from trainer.hub import drafter_folder
 
 _RESERVED_TOKEN = re.compile(r"reserved|unused|extra_id|gh_stars|repo_?name", re.IGNORECASE)
 
@@ -38,12 +41,24 @@ def config_for_target(
     """
     text = target.get_text_config()
     if section.init_from is not None:
-        config = DrafterConfig.read(section.init_from)
+        folder = drafter_folder(section.init_from)
+        config = DrafterConfig.read(folder)
+        _require_layer_ids(folder)
         _check_repeats(section, config)
     else:
         config = _new_config(section, text, tokenizer)
     config.check_target(text)
     return config
+
+
+def _require_layer_ids(folder: Path) -> None:
+    """Refuse to continue from a drafter whose layers would have to be guessed: guessed wrong, its training is lost."""
+    document = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    if not (document.get("target_layer_ids") or (document.get("dflash_config") or {}).get("target_layer_ids")):
+        raise DrafterConfigError(
+            f"{folder}/config.json does not say which layers of the target the drafter reads: add target_layer_ids, "
+            "with the layers that it was trained on"
+        )
 
 
 def choose_mask_token(

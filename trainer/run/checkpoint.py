@@ -18,12 +18,14 @@ import errno
 import hashlib
 import json
 import logging
+import math
 import os
 import re
 import shutil
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +34,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from trainer.config.sections import CheckpointConfig
+from trainer.wording import finite
 
 logger = logging.getLogger(__name__)
 
@@ -39,6 +42,7 @@ FORMAT = 1
 MODEL, OPTIMIZER = "model.safetensors", "optimizer.safetensors"
 CONFIG, RUN, MANIFEST = "config.json", "run.json", "manifest.json"
 _NAME = re.compile(r"step-(\d{8,})")
+BEST = "best"  # RUN/best, where there is no such folder, means the run's best checkpoint
 
 
 class CheckpointError(Exception):
@@ -51,7 +55,7 @@ class WholeCheckpoint:
 
     path: Path
     step: int
-    metrics: dict[str, float]
+    metrics: dict[str, float | None]
 
     def model(self) -> dict[str, Tensor]:
         """The drafter's state_dict, fp32, on the CPU."""
@@ -94,6 +98,7 @@ def save(
     try:
         folder.mkdir(parents=True, exist_ok=True)
         _remove_leftovers(folder)
+        unfinished = _free(unfinished)
         if final.exists():
             try:
                 return read(final).path  # the run resumed from it: the same state, which must never be absent
@@ -157,9 +162,13 @@ def read(path: Path) -> WholeCheckpoint:
 def resolve(path: Path) -> WholeCheckpoint:
     """The checkpoint that a person means by `path`: a checkpoint, a folder of them, or a run directory.
 
+    Of several it is the newest whole one; `best` behind the folder asks for the one that `keep_best` keeps.
+
     Raises:
         CheckpointError: when there is none.
     """
+    if path.name == BEST and not path.exists():
+        return _best_of(path.parent)
     if (path / MANIFEST).exists():
         return read(path)
     for folder in (path / "checkpoints", path):
@@ -170,10 +179,17 @@ def resolve(path: Path) -> WholeCheckpoint:
     raise CheckpointError(f"no checkpoint in {path}: name a run directory, or a folder step-… with a {MANIFEST}")
 
 
+def _best_of(path: Path) -> WholeCheckpoint:
+    for folder in (path / "checkpoints", path):
+        if (best := _best(_checkpoints(folder))) is not None:
+            return read(best)
+    raise CheckpointError(f"no checkpoint in {path} tells its accepted length: leave out /{BEST} for the newest one")
+
+
 def find_drafter(path: Path) -> tuple[Path, dict[str, Any] | None]:
     """Return the folder with the drafter that `path` means and, for a training checkpoint, what it says of its run.
 
-    `path` is an export or released drafter, a checkpoint, or a run directory (its newest checkpoint).
+    `path` is an export or released drafter, or what `resolve` takes.
     """
     if (path / "config.json").is_file() and not (path / MANIFEST).exists():
         return path, None
@@ -188,11 +204,8 @@ def _prune(folder: Path, newest: int, keep: CheckpointConfig) -> None:
     """
     paths = sorted((p for p in _checkpoints(folder) if _step(p) <= newest), key=_step)
     kept = set(paths[-keep.keep_last :])
-    if keep.keep_best:
-        lengths = {path: _accept_length(path) for path in paths}
-        known = {path: length for path, length in lengths.items() if length is not None}
-        if known:
-            kept.add(max(known, key=lambda path: (known[path], _step(path))))
+    if keep.keep_best and (best := _best(paths)) is not None:
+        kept.add(best)
     for path in paths:
         if path not in kept:
             try:
@@ -201,25 +214,52 @@ def _prune(folder: Path, newest: int, keep: CheckpointConfig) -> None:
                 logger.warning("old checkpoint %s not removed: %s", path, _reason(error))
 
 
+def _best(paths: Iterable[Path]) -> Path | None:
+    """The checkpoint with the longest accepted length, of equal ones the newest; None where none tells it."""
+    lengths = {path: _accept_length(path) for path in paths}
+    known = {path: length for path, length in lengths.items() if length is not None}
+    return max(known, key=lambda path: (known[path], _step(path))) if known else None
+
+
 def _accept_length(path: Path) -> float | None:
     try:
-        return float(_read_json(path / MANIFEST)["metrics"]["accept_length"])
+        length = float(_read_json(path / MANIFEST)["metrics"]["accept_length"])
+        return length if math.isfinite(length) else None
     except (OSError, ValueError, KeyError, TypeError):
         return None
 
 
 def _discard(path: Path) -> None:
-    """Remove a checkpoint so that no half of it ever looks like one."""
-    doomed = path.with_name(f".discarded-{path.name}")
-    shutil.rmtree(doomed, ignore_errors=True)
+    """Remove a checkpoint so that no half of it ever looks like one. Of one behind a symlink only the link goes."""
+    doomed = _free(path.with_name(f".discarded-{path.name}"))
     path.rename(doomed)
-    shutil.rmtree(doomed, ignore_errors=True)
+    _remove(doomed)
 
 
 def _remove_leftovers(folder: Path) -> None:
     """What a killed process left half-written or half-removed; a run has one writer."""
     for path in [*folder.glob(".unfinished-*"), *folder.glob(".discarded-*")]:
-        shutil.rmtree(path)
+        _remove(path)
+
+
+def _remove(path: Path) -> None:
+    """Clean up; what cannot be removed is named, for it must never keep a checkpoint from being saved."""
+    try:
+        if path.is_symlink():
+            path.unlink()
+        else:
+            shutil.rmtree(path)
+    except OSError as error:
+        logger.warning("%s not removed: %s", path, _reason(error))
+
+
+def _free(path: Path) -> Path:
+    """The path itself, or with a number behind it where something is in the way that could not be removed."""
+    number, free = 0, path
+    while os.path.lexists(free):
+        number += 1
+        free = path.with_name(f"{path.name}-{number}")
+    return free
 
 
 def _checkpoints(folder: Path) -> list[Path]:
@@ -244,15 +284,25 @@ def _sha256(path: Path) -> str:
 
 
 def _sync(path: Path) -> None:
+    """Flush to the disk, where the file system can: some know no fsync of a folder."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS):
+            raise
+        _warn_of_volatile_files()
     finally:
         os.close(descriptor)
 
 
+@cache  # said once
+def _warn_of_volatile_files() -> None:
+    logger.warning("the checkpoints' file system cannot flush all to the disk: the newest may not survive a power cut")
+
+
 def _write_json(path: Path, document: Mapping[str, Any]) -> None:
-    path.write_text(json.dumps(document, indent=2, default=str) + "\n")
+    path.write_text(json.dumps(finite(document), indent=2, default=str, allow_nan=False) + "\n")
 
 
 def _read_json(path: Path) -> dict[str, Any]:

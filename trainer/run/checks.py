@@ -10,7 +10,9 @@ from typing import Any
 from trainer.config.sections import RENAMED_KEYS, RunConfig
 from trainer.data import RowSource
 from trainer.drafter.config import DrafterConfig
+from trainer.pretrained import TargetError
 from trainer.run.checkpoint import CheckpointError, WholeCheckpoint
+from trainer.target.positions import learned_positions
 from trainer.wording import count
 
 logger = logging.getLogger(__name__)
@@ -90,9 +92,18 @@ def describe_length(settings: RunConfig, source: RowSource, rows: int, total: in
 
 
 def warn_of_length(source: RowSource, target_config: Any) -> None:
-    """Say when documents go on where the target was never meant to be. Rows may: positions restart in each document."""
+    """Say when documents go on where the target was never meant to be. Rows may: positions restart in each document.
+
+    Raises:
+        TargetError: the target has no position there at all.
+    """
     positions = getattr(target_config.get_text_config(), "max_position_embeddings", None)
     if positions is not None and source.shape.longest > positions:
+        if learned_positions(target_config) is not None:
+            raise TargetError(
+                f"the longest document has {source.shape.longest} tokens, but the target has learned {positions} "
+                f"positions: set data.max_document_length to {positions}"
+            )
         logger.warning(
             "the longest document has %d tokens, the target is made for %d positions (max_position_embeddings): set "
             "data.max_document_length to %d",

@@ -24,6 +24,7 @@ from trainer.drafter.for_target import config_for_target
 from trainer.drafter.released import read_drafter
 from trainer.exchange.peers import PeerError, rank_and_world_size
 from trainer.exchange.rendezvous import Processes
+from trainer.hub import drafter_folder
 from trainer.inputs import require_run
 from trainer.pipeline.plan import total_steps
 from trainer.pipeline.supervisor import Pipeline
@@ -163,7 +164,7 @@ def released_start(settings: RunConfig) -> TrainState | None:
     """Step 0 with the weights of `drafter.init_from`; None where there is no such drafter to continue from."""
     if settings.drafter.init_from is None:
         return None
-    drafter = read_drafter(settings.drafter.init_from)
+    drafter = read_drafter(drafter_folder(settings.drafter.init_from))
     moments = build_optimizer(drafter.named_parameters(), settings.optimizer, total_steps=1).state_dict()
     return TrainState(0, drafter.state_dict(), moments)
 

@@ -23,6 +23,7 @@ from torch import Tensor
 from trainer.config.sections import TelemetryConfig
 from trainer.pipeline.types import StepReport
 from trainer.step.objective import summarise
+from trainer.wording import finite
 
 
 class TelemetryError(Exception):
@@ -96,7 +97,7 @@ class Telemetry:
         return record
 
     def _write(self, record: Mapping[str, Any]) -> None:
-        self._file.write(json.dumps(_finite(record)) + "\n")
+        self._file.write(json.dumps(finite(record)) + "\n")
 
 
 def pool(reports: list[StepReport]) -> dict[str, Any]:
@@ -197,14 +198,3 @@ def _ends_with_newline(path: Path) -> bool:
         size = file.seek(0, os.SEEK_END)
         file.seek(max(0, size - 1))
         return file.read(1) in (b"", b"\n")
-
-
-def _finite(value: Any) -> Any:
-    """The same document with null for numbers that JSON has no word for."""
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    if isinstance(value, Mapping):
-        return {key: _finite(entry) for key, entry in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(entry) for entry in value]
-    return value

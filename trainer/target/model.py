@@ -63,7 +63,7 @@ class Target:
         self.config = model.config.get_text_config()
         """transformers config of the text model, also for multimodal wrappers"""
         self.layer_ids = tuple(layer_ids)
-        decoder = model.get_decoder()
+        decoder = _decoder(model)
         layers = _decoder_layers(decoder, self.config)
         self.num_layers = len(layers)
         self.hidden_size = int(self.config.hidden_size)
@@ -215,6 +215,22 @@ class Target:
 def decoder_layer(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """What a decoder layer computes. Layers of one kind compile to one graph, their weights being its inputs."""
     return type(layer).forward(layer, *args, **kwargs)
+
+
+def _decoder(model: Any) -> Any:
+    """The model without its head, which is still in what `get_decoder` returns for some (Llama 4)."""
+    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
+    decoder = model.get_decoder()
+    while head is not None and _holds(decoder, head):
+        inner = [part for part in decoder.children() if part is not embedding and _holds(part, embedding)]
+        if len(inner) != 1:
+            break
+        decoder = inner[0]
+    return decoder
+
+
+def _holds(whole: nn.Module, part: nn.Module) -> bool:
+    return any(module is part for module in whole.modules())
 
 
 def _decoder_layers(decoder: nn.Module, config: Any) -> nn.ModuleList:

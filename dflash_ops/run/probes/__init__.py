@@ -1,4 +1,4 @@
-"""What do the unit, the log and the GPUs each say about a run?
+"""Turns raw answers about the unit, the log and the GPUs into typed readings.
 
 A probe is two things: a question that `dflash_ops.remote.status` asks in the container, and a pure function here that
 turns the raw answer into a typed reading. Every reading has `answer`: yes, no, unknown (with a reason), and for the

@@ -1,4 +1,4 @@
-"""Are the run's GPUs at work?
+"""Reads what nvidia-smi says about the run's GPUs.
 
 nvidia-smi's output is not a stable interface: cells may hold `[N/A]`, `[Not Supported]`, `ERR!`, `[Unknown Error]`,
 whole lines may be missing or extra. A cell that is no number is None, never 0; a row that names no GPU is dropped.

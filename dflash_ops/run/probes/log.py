@@ -1,4 +1,4 @@
-"""Does the log grow, and what does its end say went wrong?
+"""Reads whether the log grows, and what its end says went wrong.
 
 Ages are by the container's clock, read in the same probe: the laptop's clock may be anything.
 """

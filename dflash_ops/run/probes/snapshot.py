@@ -1,4 +1,4 @@
-"""What is known about a run at one moment: the readings of its three probes, its records and its progress."""
+"""Holds what is known about a run at one moment: three readings, its records, its progress."""
 
 from __future__ import annotations
 
@@ -77,6 +77,22 @@ class Cpu(BaseModel):
         return self.used / self.over if self.over > 0 else 0.0
 
 
+class Compiled(BaseModel):
+    """What a worker of the trainer runs as."""
+
+    model_config = ConfigDict(frozen=True)
+
+    worker: str
+    mode: str
+    note: str = Field(description="What it goes without, and why; empty on the full path")
+    allowed_by: str = Field(description="The field of the configuration that chose so; empty when none did")
+
+    @property
+    def fallback(self) -> str:
+        """The note for people, with the field that allows it."""
+        return f"{self.worker}: {self.note}" + (f"; allowed by {self.allowed_by}" if self.allowed_by else "")
+
+
 class Checkpoint(BaseModel):
     """A checkpoint with a manifest."""
 
@@ -106,6 +122,7 @@ class Snapshot(BaseModel):
     disk: Disk | None = None
     cpu: Cpu | None = None
     checkpoint: Checkpoint | None = Field(None, description="The newest one")
+    compiled: tuple[Compiled, ...] = Field((), description="The trainer's workers, once all are compiled")
 
 
 class _Metrics(BaseModel):
@@ -125,6 +142,7 @@ class _Raw(BaseModel):
     log: RawLog
     disk: Disk | None
     metrics: _Metrics
+    compiled: list[dict[str, Any]] | None = None
     checkpoints: list[Checkpoint]
     gpu: RawGpu | None
     cpu: Cpu | None
@@ -158,6 +176,10 @@ def read_snapshot(value: dict[str, Any]) -> Snapshot:
         disk=raw.disk,
         cpu=raw.cpu,
         checkpoint=raw.checkpoints[-1] if raw.checkpoints else None,
+        compiled=tuple(
+            Compiled(**{name: visible(str(worker.get(name) or ""), 300) for name in Compiled.model_fields})
+            for worker in raw.compiled or ()
+        ),
     )
 
 

@@ -1,4 +1,4 @@
-"""Is the run's systemd unit alive, and if not, how did it end?
+"""Reads whether the run's systemd unit is alive, and how it ended.
 
 `systemctl show` answers with status 0 and `Result=success` for a unit that never existed, so LoadState is read before
 anything else. The run directory's `started.json` and `exit.json` say what systemd has forgotten.

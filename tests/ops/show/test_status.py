@@ -40,6 +40,28 @@ def test_a_run_that_ended_has_no_time_left(container: Container) -> None:
     assert " left" not in shown(render.status_view(status(container.session(), "r1")))
 
 
+def test_status_says_what_a_worker_runs_without_and_which_field_allows_it(container: Container) -> None:
+    folder = container.run("r1", alive())
+    whole = {"worker": "drafter 0", "device": "cuda:1", "mode": "graph", "note": "", "allowed_by": "", "kernels": 112}
+    slower = {"worker": "target 0", "device": "cuda:0", "mode": "graph", "note": "its layers are \x1b[2J not compiled"}
+    (folder / "compile.json").write_text(json.dumps([{**slower, "allowed_by": "target.compile: false"}, whole]))
+    answer = status(container.session(), "r1")
+    text = " ".join(shown(render.status_view(answer)).split())
+    assert "slower" in text
+    assert "target 0: its layers are \\x1b[2J not compiled; allowed by target.compile: false" in text
+    assert "drafter 0" not in text
+    assert [worker.model_dump() for worker in answer.compiled][1] == {
+        "worker": "drafter 0", "mode": "graph", "note": "", "allowed_by": "",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("damaged", ["", "{", "[1, null]", '{"worker": "x"}'])
+def test_a_damaged_compile_report_does_not_keep_status_from_answering(container: Container, damaged: str) -> None:
+    folder = container.run("r1", alive())
+    (folder / "compile.json").write_text(damaged)
+    assert status(container.session(), "r1").compiled == ()
+
+
 @pytest.mark.parametrize(
     ("values", "bars"),
     [

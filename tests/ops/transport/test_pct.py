@@ -46,7 +46,17 @@ def test_the_sudoers_line_allows_this_container_only() -> None:
         ("sudo: /usr/sbin/pct: command not found", 78, "no /usr/sbin/pct on pve1", "Proxmox"),
         ("ipcc_send_rec[1] failed: Unknown error -1\nUnable to load access control list: x", 77, "needs root", "sudo"),
         ("bash: line 1: /usr/sbin/pct: Permission denied", 77, "may not run /usr/sbin/pct", "root"),
-        ("CT is locked (backup)", 75, "container 200 on pve1 is locked", "try again"),
+        ("CT is locked (backup)", 75, "container 200 on pve1 is locked: a backup runs", "pct unlock 200"),
+        ("CT is locked (mounted)", 75, "`pct mount` holds it", "pct unmount 200"),
+        ("CT is locked (migrate)", 75, "moved to another node", "new node"),
+        ("CT is locked (novel)", 75, "a task of Proxmox VE holds it", "pct unlock 200"),
+        (
+            "ipcc_send_rec[1] failed: Connection refused\nipcc_send_rec[2] failed: Connection refused\n"
+            "Unable to load access control list: Connection refused",
+            75,
+            "cluster file system of pve1 is not up",
+            "systemctl status pve-cluster",
+        ),
         ("can't lock file '/run/lock/lxc/pve-config-200.lock' - got timeout", 75, "is locked", "try again"),
         (
             'lxc-attach: 200: ../src/lxc/attach.c: 1845 No such file or directory - Failed to exec "/bin/sh"',
@@ -91,3 +101,14 @@ def test_lxc_attach_s_words_too(text: str, code: int, said: str) -> None:
 @pytest.mark.parametrize("status", [0, 1, 2, 126, 127, 255, None])
 def test_an_exit_code_alone_decides_nothing(status: int | None) -> None:
     assert explain("Last login: today\n", status, PCT, "pve1") is None
+
+
+def test_lxc_attach_that_shows_a_container_to_root_only_is_a_missing_right_for_others() -> None:
+    said = "lxc-attach: 200: ../src/lxc/attach.c: 841 Failed to get init pid"
+    for text, root, code in ((said, True, 69), (said, False, 77)):
+        error = explain(text, 1, ATTACH, "pve1", root=root)
+        assert error is not None
+        assert error.exit_code == code
+    error = explain("You lack access to /home/t/.local/share/lxc", 1, ATTACH, "pve1")
+    assert error is not None
+    assert error.exit_code == 77

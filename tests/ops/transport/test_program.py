@@ -45,6 +45,14 @@ def test_every_login_shell_runs_it_alike(shell: str) -> None:
     assert done.stderr == b""
 
 
+def test_a_program_says_first_of_all_that_it_began() -> None:
+    decoder = FrameDecoder()
+    first, _, rest = run("sh", sent()).lstrip().partition(b"\n")
+    assert list(decoder.feed(first + b"\n")) == []
+    assert decoder.started
+    assert [kind for kind, _ in decoder.feed(rest)] == ["result"]
+
+
 def test_a_cut_off_program_never_runs() -> None:
     whole = sent()
     header = whole.index(b"\n") + 1

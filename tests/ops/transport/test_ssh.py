@@ -10,16 +10,10 @@ import signal
 import socket
 import subprocess
 import threading
-import time
-from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from dflash_ops.errors import DflashError
-from dflash_ops.inventory.models import Inventory
 from dflash_ops.transport.base import (
     ConnectionLost,
     Deadline,
@@ -30,111 +24,13 @@ from dflash_ops.transport.base import (
     Unreachable,
 )
 from dflash_ops.transport.framed import FramedTransport
+from dflash_ops.transport.hosts import ssh_host
+from dflash_ops.transport.known_hosts import UnknownKey
 from dflash_ops.transport.program import BOOTSTRAP
-from dflash_ops.transport.ssh import SshHost
 from dflash_ops.verbs.trust import trust
+from tests.ops.sshd import NEEDS_SSHD, Server, ask, free_port, make_inventory, open_host, refusal
 
-SSHD = shutil.which("sshd", path="/usr/sbin:/usr/local/sbin:/usr/bin")
-pytestmark = pytest.mark.skipif(SSHD is None, reason="sshd is not installed here")
-
-
-@dataclass
-class Server:
-    """An sshd of this test session."""
-
-    folder: Path
-    port: int
-    process: subprocess.Popen[bytes]
-
-    @property
-    def known_line(self) -> str:
-        kind, key = (self.folder / "host.pub").read_text().split()[:2]
-        return f"[127.0.0.1]:{self.port} {kind} {key}\n"
-
-    def entry(self, **changes: Any) -> dict[str, Any]:
-        return {
-            "address": "127.0.0.1",
-            "port": self.port,
-            "user": getpass.getuser(),
-            "identity": str(self.folder / "user"),
-            "known_hosts": str(self.folder / "known_hosts"),
-            "ssh_config": str(self.folder / "ssh_config"),
-            "connect_timeout": 5,
-            **changes,
-        }
-
-
-def make_key(path: Path) -> None:
-    subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(path)], check=True)
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    folder = tmp_path_factory.mktemp("sshd")
-    for name in ("host", "user", "stranger"):
-        make_key(folder / name)
-    if os.geteuid() == 0:
-        Path("/run/sshd").mkdir(exist_ok=True)
-    shadow = subprocess.run(["getent", "shadow", getpass.getuser()], capture_output=True, text=True, check=False)
-    locked = shadow.stdout.split(":")[1:2]
-    port = free_port()
-    settings = {
-        "Port": port,
-        "ListenAddress": "127.0.0.1",
-        "HostKey": folder / "host",
-        "AuthorizedKeysFile": folder / "user.pub",
-        "PidFile": "none",
-        "StrictModes": "no",
-        "PermitRootLogin": "prohibit-password",
-        "PasswordAuthentication": "no",
-        "KbdInteractiveAuthentication": "no",
-        "UsePAM": "yes" if locked and locked[0].startswith("!") else "no",
-    }
-    (folder / "sshd_config").write_text("".join(f"{key} {value}\n" for key, value in settings.items()))
-    (folder / "ssh_config").write_text("")
-    process = subprocess.Popen(
-        [str(SSHD), "-D", "-e", "-f", str(folder / "sshd_config")], stderr=subprocess.DEVNULL, start_new_session=True
-    )
-    found = Server(folder, port, process)
-    (folder / "known_hosts").write_text(found.known_line)
-    end = time.monotonic() + 20
-    while time.monotonic() < end:
-        with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), 1):
-            break
-        time.sleep(0.05)
-    yield found
-    process.terminate()
-    process.wait(10)
-
-
-def make_inventory(folder: Path, **hosts: dict[str, Any]) -> Inventory:
-    return Inventory.model_validate({"path": folder / "inventory.yaml", "hosts": hosts, "containers": {}})
-
-
-def open_host(folder: Path, **hosts: dict[str, Any]) -> SshHost:
-    return SshHost("main", make_inventory(folder, **hosts))
-
-
-def ask(host: SshHost, folder: Path) -> dict[str, Any]:
-    way = FramedTransport(host, BOOTSTRAP, lambda text, status: None)
-    try:
-        return way.run(Program("env"), {"root": str(folder), "do": "list"}, deadline=30).value
-    finally:
-        way.close()
-
-
-def refusal(folder: Path, **entry: Any) -> DflashError:
-    with pytest.raises(DflashError) as caught:
-        ask(open_host(folder, main=entry), folder)
-    assert "\n" not in caught.value.message
-    assert caught.value.hint
-    return caught.value
+pytestmark = NEEDS_SSHD
 
 
 def test_a_program_runs_and_one_connection_serves_several(server: Server, tmp_path: Path) -> None:
@@ -145,14 +41,13 @@ def test_a_program_runs_and_one_connection_serves_several(server: Server, tmp_pa
             "environments": [],
             "interpreters": {},
         }
-    transport = host.connect()
+    connected = host.connect()
     assert way.run(Program("env"), {"root": str(tmp_path), "do": "list"}).value == {
         "environments": [],
         "interpreters": {},
     }
-    assert host.connect() is transport
+    assert host.connect() is connected
     way.close()
-    assert not transport.is_active()
 
 
 def test_an_unknown_host_key_is_refused_and_nothing_is_written(server: Server, tmp_path: Path) -> None:
@@ -214,7 +109,23 @@ def test_trust_writes_what_was_accepted_and_ssh_reads_it(server: Server, tmp_pat
     assert report.logged_in
     assert known.read_text() == f"# a comment without an end\n{server.known_line}"
     assert trust(inventory, "main", lambda key: False).accepted == []
-    assert ask(SshHost("main", inventory), tmp_path) == {"environments": [], "interpreters": {}}
+    assert ask(ssh_host("main", inventory), tmp_path) == {"environments": [], "interpreters": {}}
+
+
+def test_trust_asks_about_each_hop(server: Server, tmp_path: Path) -> None:
+    known = str(tmp_path / "known")
+    hop = server.entry(address="localhost", known_hosts=known)
+    inventory = make_inventory(tmp_path, main=server.entry(known_hosts=known, jump=["hop"]), hop=hop)
+    asked: list[str] = []
+
+    def accept(key: UnknownKey) -> bool:
+        asked.append(key.host)
+        return True
+
+    report = trust(inventory, "main", accept)
+    assert asked == [f"[localhost]:{server.port}", f"[127.0.0.1]:{server.port}"]
+    assert [key.host for key in report.accepted] == asked
+    assert report.logged_in
 
 
 def test_trust_never_takes_a_changed_key(server: Server, tmp_path: Path) -> None:
@@ -237,7 +148,8 @@ def test_an_encrypted_key_without_an_agent_is_named(
 ) -> None:
     monkeypatch.delenv("SSH_AUTH_SOCK", raising=False)
     key = tmp_path / "locked"
-    subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "secret", "-f", str(key)], check=True)
+    shutil.copy(server.folder / "user", key)
+    subprocess.run(["ssh-keygen", "-q", "-p", "-P", "", "-N", "secret", "-f", str(key)], check=True)
     error = refusal(tmp_path, **server.entry(identity=str(key)))
     assert error.code == 77
     assert "encrypted" in error.message
@@ -248,6 +160,8 @@ def test_a_key_file_that_is_missing_or_no_key_is_named(server: Server, tmp_path:
     error = refusal(tmp_path, **server.entry(identity=str(tmp_path / "nosuch")))
     assert isinstance(error, Misconfigured)
     assert "nosuch" in error.message
+    error = refusal(tmp_path, **server.entry(identity=str(tmp_path / "nosuch"), cure="run `make up`"))
+    assert error.hint == "run `make up`"
     (tmp_path / "text").write_text("not a key\n")
     assert refusal(tmp_path, **server.entry(identity=str(tmp_path / "text"))).code == 77
 
@@ -319,11 +233,14 @@ def test_a_tunnel_that_leads_nowhere_is_not_called_slow(server: Server, tmp_path
     with socket.create_server(("127.0.0.1", 0)) as listener:
 
         def close_at_once() -> None:
-            listener.accept()[0].close()
+            with contextlib.suppress(OSError):
+                while True:
+                    listener.accept()[0].close()
 
         thread = threading.Thread(target=close_at_once)
         thread.start()
         error = refusal(tmp_path, **server.entry(port=listener.getsockname()[1]))
+        listener.shutdown(socket.SHUT_RDWR)
         thread.join(10)
     assert error.code == 69
     assert "closed the connection before its ssh greeting" in error.message
@@ -359,18 +276,19 @@ def test_the_ssh_configuration_is_read(server: Server, tmp_path: Path) -> None:
 def test_a_jump_of_the_ssh_configuration_is_taken(server: Server, tmp_path: Path) -> None:
     config = tmp_path / "config"
     config.write_text(
-        f"Host nick\n ProxyJump {getpass.getuser()}@127.0.0.1:{server.port}\n"
+        f"Host nick\n ProxyJump {getpass.getuser()}@hop:{server.port}\n"
         f"Host *\n HostName 127.0.0.1\n IdentityFile {server.folder}/user\n"
     )
     entry = server.entry(address="nick", ssh_config=str(config), identity=None)
     host = open_host(tmp_path, main=entry)
-    host.connect()
-    assert len(host._connections) == 2
+    exchange = host.exchange("echo $SSH_CONNECTION", iter([]), Deadline(30), keep_stdin=False)
+    assert b"".join(exchange)
     host.close()
 
 
 def test_a_broken_ssh_configuration_is_one_sentence(server: Server, tmp_path: Path) -> None:
-    (tmp_path / "config").write_text('Host x\n  = = =\n"\n')
+    (tmp_path / "config").write_text("Host *\n  NoSuchKeyword yes\n")
     error = refusal(tmp_path, **server.entry(ssh_config=str(tmp_path / "config")))
     assert error.code == 78
     assert "ssh configuration" in error.message
+    assert "nosuchkeyword" in error.message

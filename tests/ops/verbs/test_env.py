@@ -94,7 +94,8 @@ def test_platform_tags_run_from_the_container_s_glibc_down() -> None:
 
 def request(session: Session, **changes: Any) -> dict[str, Any]:
     found = interpreter(session.inventory, "locked", session.paths)
-    return {"do": "build", "name": "x", "lock": found.lock, "text": "", "python": "3", "wheels": None, **changes}
+    given = {"root": session.root, "do": "build", "name": "x", "lock": found.lock, "text": "", "python": "3"}
+    return {**given, "wheels": None, **changes}
 
 
 @pytest.mark.parametrize("lock", ["../../etc", "a" * 31, "", "A" * 32])

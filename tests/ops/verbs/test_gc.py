@@ -170,7 +170,13 @@ def test_what_a_run_began_to_use_meanwhile_stays(session: Session) -> None:
 def test_paths_that_were_not_found_are_never_removed(session: Session, tmp_path: Path) -> None:
     precious = tmp_path / "precious"
     precious.mkdir()
-    asked = {"keep": 0, "older_than": 0, "caches": True, "remove": [str(precious), "/", session.root]}
+    asked = {
+        "root": session.root,
+        "keep": 0,
+        "older_than": 0,
+        "caches": True,
+        "remove": [str(precious), "/", session.root],
+    }
     frames = list(session.stream("gc", asked))
     assert frames[-1].value == {"items": [], "removed": []}
     assert precious.is_dir()

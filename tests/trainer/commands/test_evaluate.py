@@ -11,15 +11,18 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoTokenizer
 
-from tests.trainer.tiny_models import drafter_for, overfit, save_target, tiny_target
+from tests.trainer.tiny_models import SIZES, drafter_for, overfit, save_target, tiny_target
 from trainer.arguments import read
 from trainer.commands.evaluate import EvaluationError, evaluate, main, set_result
+from trainer.commands.evaluation_journal import Answered, Journal, JournalError
+from trainer.commands.export import export
 from trainer.config.sections import CheckpointConfig
 from trainer.data.prompts import Prompt
 from trainer.drafter.decoding import Generation, Limits, Sampling, SpeculativeDecoder
 from trainer.drafter.released import write_drafter
+from trainer.pretrained import TargetError
 from trainer.run import checkpoint
 from trainer.run.checkpoint import find_drafter
 
@@ -189,3 +192,165 @@ def test_summaries_average_over_answers_as_officially_and_survive_answers_withou
     assert result.speedup == pytest.approx((1.0 + 0.5) / (0.5 + 0.5))
     nothing = set_result("s", [(alone[1], helped[1])], greedy=True)
     assert nothing.acceptance_length != nothing.acceptance_length
+
+
+def test_an_interrupted_evaluation_goes_on_and_ends_as_one_that_was_not(
+    served: tuple[Path, Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = [
+        str(served[1]),
+        "--target",
+        str(served[0]),
+        "--dtype",
+        "float32",
+        "--device",
+        "cpu",
+        "--temperature",
+        "0.7",
+    ]
+    words += ["--prompts", str(served[2]), "--max-new-tokens", "8"]
+    whole, output = tmp_path / "whole.json", tmp_path / "evaluation.json"
+    assert main(read(["evaluate", *words, "--output", str(whole)])) == 0
+    unfinished = tmp_path / "evaluation.json.unfinished.jsonl"
+    plain, asked = SpeculativeDecoder.plain, 0
+
+    def failing(self: SpeculativeDecoder, *arguments: Any) -> Generation:
+        nonlocal asked
+        asked += 1
+        if asked == 4:  # to warm up, two answers, and no more
+            raise KeyboardInterrupt
+        return plain(self, *arguments)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(SpeculativeDecoder, "plain", failing)
+        with pytest.raises(KeyboardInterrupt):
+            main(read(["evaluate", *words, "--output", str(output)]))
+    assert not output.exists()
+    with unfinished.open("ab") as file:
+        file.write(b'{"set": 0, "prom')  # as a killed process leaves it
+    asked = 10
+
+    def counting(self: SpeculativeDecoder, *arguments: Any) -> Generation:
+        nonlocal asked
+        asked += 1
+        return plain(self, *arguments)
+
+    monkeypatch.setattr(SpeculativeDecoder, "plain", counting)
+    assert main(read(["evaluate", *words, "--output", str(output)])) == 0
+    assert asked == 12, "one answer, and one to warm up"
+    assert not unfinished.exists()
+    kept = ("answers", "acceptance_length", "tokens", "histogram", "refused")
+    (first,), (second,) = (json.loads(path.read_text())["sets"] for path in (whole, output))
+    assert {key: first[key] for key in kept} == {key: second[key] for key in kept}
+
+
+def test_what_was_kept_under_other_settings_is_not_taken_up(tmp_path: Path) -> None:
+    output = tmp_path / "evaluation.json"
+    pair = (Generation([1], [], 0.5), Generation([1], [1], 0.25))
+    first = Journal(output, {"seed": 0})
+    first.write(0, 3, Answered([pair], "no"))
+    with pytest.raises(JournalError, match="is being written by another process"):
+        Journal(output, {"seed": 0})
+    del first
+    again = Journal(output, {"seed": 0})
+    assert again.found == {(0, 3): Answered([pair], "no")}
+    del again
+    assert Journal(output, {"seed": 1}).found == {}
+
+
+def test_an_output_that_cannot_be_written_is_said_before_the_work(
+    served: tuple[Path, Path, Path], tmp_path: Path
+) -> None:
+    words = [str(served[1]), "--target", str(served[0]), "--prompts", str(served[2]), "--device", "cpu"]
+    with pytest.raises(JournalError, match=r"missing/x.json cannot be written: No such file or directory"):
+        main(read(["evaluate", *words, "--output", str(tmp_path / "missing" / "x.json")]))
+    with pytest.raises(JournalError, match="is a folder: name a file in it"):
+        main(read(["evaluate", *words, "--output", str(tmp_path)]))
+
+
+def test_a_prompt_that_the_template_refuses_is_counted_and_does_not_end_the_evaluation(
+    served: tuple[Path, Path, Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    template = tmp_path / "template.jinja"
+    template.write_text(
+        "{% if messages[0].role == 'system' %}{{ raise_exception('no system turn') }}{% endif %}"
+        "w3 {{ messages[0].content }} w5"
+    )
+    trained(tmp_path, served, chat_template=str(template))
+    prompts = tmp_path / "prompts.jsonl"
+    refused = {"messages": [{"role": "system", "content": "w1"}, {"role": "user", "content": "w2"}]}
+    prompts.write_text("".join(json.dumps(record) + "\n" for record in ({"prompt": "w10"}, refused)))
+    words = [str(tmp_path), "--max-new-tokens", "2", "--device", "cpu", "--output", str(tmp_path / "evaluation.json")]
+    assert main(read(["evaluate", *words, "--prompts", str(prompts)])) == 0
+    (found,) = json.loads((tmp_path / "evaluation.json").read_text())["sets"]
+    assert (found["answers"], found["refused"]) == (1, 1)
+    assert "the chat template refused 1 prompt, the first because no system turn" in caplog.text
+    prompts.write_text(json.dumps(refused) + "\n")
+    with pytest.raises(EvaluationError, match=r"the chat template refused every prompt of prompts.* no system turn"):
+        main(read(["evaluate", *words, "--prompts", str(prompts)]))
+
+
+def gpt2(folder: Path, positions: int = 40) -> tuple[Path, Path]:
+    """Folders of a target that has learned so many positions, and of an untrained drafter for it."""
+    config = CONFIG_MAPPING["gpt2"](**SIZES | {"max_position_embeddings": positions})
+    torch.manual_seed(0)
+    target = AutoModelForCausalLM.from_config(config).eval()
+    save_target(target, folder / "target")
+    drafter = drafter_for(target)
+    (folder / "drafter").mkdir()
+    write_drafter(folder / "drafter", drafter.config, drafter.state_dict(), torch.float32)
+    return folder / "target", folder / "drafter"
+
+
+def test_prompts_and_answers_are_refused_before_they_pass_the_targets_last_position(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target, drafter = gpt2(tmp_path)
+    prompts = tmp_path / "turns.jsonl"
+    prompts.write_text('{"prompt": "w10"}\n{"turns": ["w10 w11", "w12 w13"]}\n')
+    words = ["evaluate", str(drafter), "--target", str(target), "--dtype", "float32", "--device", "cpu"]
+    words += ["--prompts", str(prompts)]
+    with monkeypatch.context() as patch:
+        patch.setattr("trainer.commands.evaluate.load_model", lambda *_: pytest.fail("loaded"))
+        why = "learned 40 positions, too few for prompt 2 of turns, which has 8 tokens, and 2 answers of up to 30: "
+        with pytest.raises(TargetError, match=why + "give --max-new-tokens 16 or less") as caught:
+            main(read([*words, "--max-new-tokens", "30"]))
+        prompts.write_text(json.dumps({"prompt": "w10 " * 40}))
+        with pytest.raises(TargetError, match="leave it out"):
+            main(read(words))
+    prompts.write_text('{"turns": ["w10 w11", "w12 w13"]}\n')
+    assert main(read([*words, "--max-new-tokens", str(caught.value).split()[-3]])) == 0
+
+
+def test_greedy_answers_in_float32_that_differ_are_a_failure_after_all_is_written(
+    served: tuple[Path, Path, Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    target, drafter, prompts = served
+    speculative = SpeculativeDecoder.speculative
+
+    def wrong(self: SpeculativeDecoder, *given: Any) -> Generation:
+        right = speculative(self, *given)
+        return Generation([*right.tokens[:-1], right.tokens[-1] ^ 1], right.accepted, right.seconds)
+
+    monkeypatch.setattr(SpeculativeDecoder, "speculative", wrong)
+    output = tmp_path / "evaluation.json"
+    words = ["evaluate", str(drafter), "--target", str(target), "--device", "cpu", "--prompts", str(prompts)]
+    words += ["--max-new-tokens", "6", "--output", str(output)]
+    assert main(read([*words, "--dtype", "float32"])) == 1
+    assert json.loads(output.read_text())["sets"][0]["identical"] == 0
+    assert "3 answers differ from the target's own" in caplog.text
+    assert main(read([*words, "--dtype", "bfloat16"])) == 0  # rounding may part them
+
+
+def test_what_was_not_measured_is_null_in_the_output(served: tuple[Path, Path, Path], tmp_path: Path) -> None:
+    target, drafter, prompts = served
+    output = tmp_path / "evaluation.json"
+    words = ["evaluate", str(drafter), "--target", str(target), "--device", "cpu", "--prompts", str(prompts)]
+    assert main(read([*words, "--dtype", "float32", "--max-new-tokens", "1", "--output", str(output)])) == 0
+    (found,) = json.loads(output.read_text(), parse_constant=pytest.fail)["sets"]
+    assert found["acceptance_length"] is found["pooled_acceptance_length"] is None
+    assert export(drafter, tmp_path / "out", evaluation=output)
+    assert "| questions | – |" in (tmp_path / "out" / "README.md").read_text()

@@ -247,3 +247,29 @@ def test_a_folder_that_holds_something_is_never_overwritten_and_a_failure_leaves
     (tmp_path / "out" / "precious").unlink()
     export(run, tmp_path / "out")
     assert (tmp_path / "out" / "config.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("value", "dtype", "why"),
+    [
+        (1e5, "float16", r"holds 1e\+05, which float16 cannot hold: export with --dtype bfloat16"),
+        (float("nan"), "float32", r"of .*step-00000042 holds numbers that are not finite"),
+    ],
+)
+def test_weights_that_the_files_could_not_hold_are_refused_by_name(
+    value: float, dtype: str, why: str, tmp_path: Path
+) -> None:
+    drafter = drafter_for(tiny_target("qwen3"))
+    with torch.no_grad():
+        drafter.fc.weight[0, 0] = value
+    run = trained(tmp_path / "run", drafter)
+    with pytest.raises(ExportError, match=f"fc.weight {why}"):
+        export(run, tmp_path / "out", dtype=dtype)
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_export_says_which_checkpoint_it_takes(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    run = trained(tmp_path / "run", drafter_for(tiny_target("qwen3")))
+    with caplog.at_level(logging.INFO):
+        assert main(read(["export", str(run / "best"), str(tmp_path / "out")])) == 0
+    assert f"exporting {run}/checkpoints/step-00000042" in caplog.text

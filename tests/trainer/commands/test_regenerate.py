@@ -19,10 +19,11 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 from tests.trainer import chatting
 from trainer.arguments import read
 from trainer.commands.regenerate import AnswerSampling, _Conversation, main, regenerate
-from trainer.config.sections import RunConfig
+from trainer.config.sections import RunConfig, TargetConfig
 from trainer.data import DataError
 from trainer.data.dataset import open_documents
 from trainer.data.prompts import Prompt
+from trainer.pretrained import TargetError
 
 GREEDY = AnswerSampling(temperature=0, top_p=None, top_k=None, max_new_tokens=12, max_prompt_tokens=100, seed=0)
 QUESTIONS = ["Hello?", "What is the capital of Peru, and what is it like to live there?", "Why?", "Who? Where? When?"]
@@ -325,3 +326,16 @@ def test_a_batch_that_takes_long_is_heard_of(
     with caplog.at_level("INFO"):
         answer(config, prompts(tmp_path / "p.jsonl", [{"prompt": "Hello?"}]), tmp_path / "out.jsonl")
     assert "1 answer under way, the longest at 2 tokens; 0 tokens written before" in caplog.text
+
+
+def test_texts_that_may_pass_the_last_learned_position_are_refused_before_anything_is_loaded(
+    config: RunConfig, tmp_path: Path
+) -> None:
+    tokenizer = chatting.tokenizer()
+    sizes = {"vocab_size": len(tokenizer), "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 111}
+    CONFIG_MAPPING["gpt2"](**sizes).save_pretrained(tmp_path / "gpt2")
+    config = config.model_copy(update={"target": TargetConfig(path=str(tmp_path / "gpt2"), dtype="float32")})
+    why = "learned 111 positions: --max-prompt-tokens and --max-new-tokens, which now allow texts of 112 tokens"
+    with pytest.raises(TargetError, match=why):
+        answer(config, questions(tmp_path), tmp_path / "out.jsonl")
+    assert not (tmp_path / "out.jsonl").exists()

@@ -14,7 +14,7 @@ from trainer.commands.small_target import SmallTargetError, convert, main
 from trainer.config.sections import TargetConfig
 from trainer.data import Documents, RowSource
 from trainer.data.chat import ChatEncoder
-from trainer.data.sources import Chat
+from trainer.data.records import Chat
 from trainer.pretrained import load_tokenizer
 from trainer.target.model import Target
 
@@ -42,7 +42,8 @@ def test_the_converted_target_answers_and_comes_to_an_end(smollm2: TargetConfig)
 
 @pytest.mark.slow
 def test_its_packed_features_are_those_of_each_document_alone(smollm2: TargetConfig) -> None:
-    ids, supervised, _ = ChatEncoder(load_tokenizer(smollm2), None, {}).encode(Chat(CHAT))
+    encoded = ChatEncoder(load_tokenizer(smollm2), None, {}).encode(Chat(CHAT))
+    ids, supervised = encoded.ids, encoded.supervised
     assert load_tokenizer(smollm2).decode(ids[supervised]) == "The capital of France is Paris.<|im_end|>"
     documents = Documents.from_lists([(ids, supervised), (ids[::-1], supervised)])
     row = RowSource(documents, sequence_length=128, anchors_per_row=16, epochs=1, seed=0).row(0)

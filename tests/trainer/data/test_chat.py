@@ -11,9 +11,10 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from tests.trainer import chatting
-from trainer.data.chat import ChatEncoder, RefusedChatError
+from trainer.data.chat import ChatEncoder, EncodedChat
 from trainer.data.documents import DataError
-from trainer.data.sources import Chat
+from trainer.data.records import Chat
+from trainer.data.templates import RefusedChatError
 
 TOKENIZER = chatting.tokenizer()
 
@@ -24,9 +25,15 @@ def message(role: str, content: str, **more: Any) -> dict[str, Any]:
 
 def written(template: str, *messages: dict[str, Any], **variables: Any) -> list[str]:
     """Texts of the supervised stretches."""
-    ids, supervised, _ = ChatEncoder(TOKENIZER, template, variables).encode(Chat(list(messages)))
-    stretches = groupby(zip(ids.tolist(), supervised.tolist(), strict=True), key=lambda pair: pair[1])
-    return [TOKENIZER.decode([token for token, _ in stretch]) for flag, stretch in stretches if flag]
+    encoded = ChatEncoder(TOKENIZER, template, variables).encode(Chat(list(messages)))
+    return stretches(TOKENIZER, encoded)
+
+
+def stretches(tokenizer: Any, encoded: EncodedChat) -> list[str]:
+    """Texts of the supervised stretches."""
+    pairs = zip(encoded.ids.tolist(), encoded.supervised.tolist(), strict=True)
+    found = groupby(pairs, key=lambda pair: pair[1])
+    return [tokenizer.decode([token for token, _ in stretch]) for flag, stretch in found if flag]
 
 
 TWO_TURNS = (
@@ -52,7 +59,8 @@ def test_the_answers_and_the_tokens_that_end_them_are_supervised(template: str, 
 
 
 def test_a_template_without_generation_prompt_is_read_too() -> None:
-    assert written(chatting.INSTRUCTING, *TWO_TURNS) == ["Good day.</s>", "See you!</s>"]
+    """What such a target is given ends before the template's blank: the blank is its own to write."""
+    assert written(chatting.INSTRUCTING, *TWO_TURNS) == [" Good day.</s>", " See you!</s>"]
 
 
 def test_trimmed_answers_are_found_where_the_template_put_them() -> None:
@@ -143,12 +151,12 @@ def test_an_answer_that_repeats_its_question_is_told_apart() -> None:
     assert written(chatting.CHATML, message("user", "Ha"), message("assistant", "Ha")) == ["Ha<|im_end|>"]
 
 
-def test_a_token_that_begins_before_the_answer_is_not_supervised() -> None:
-    """The prompt's newline and the answer's first are one token, which begins with what the target was given."""
+def test_a_token_that_merges_template_and_answer_is_the_answers() -> None:
+    """The prompt's newline and the answer's first are one token, by which the answer begins."""
     answer = message("assistant", "\n\nGood day.")
     text = TOKENIZER.apply_chat_template([message("user", "Hello?"), answer], tokenize=False)
     assert TOKENIZER.tokenize(text).count("ĊĊ") == 1
-    assert written(chatting.CHATML, message("user", "Hello?"), answer) == ["\nGood day.<|im_end|>"]
+    assert written(chatting.CHATML, message("user", "Hello?"), answer) == ["\n\n\nGood day.<|im_end|>"]
 
 
 texts = st.text(st.characters(codec="utf-8", exclude_characters="\ue0f0"), max_size=30).filter(
@@ -164,14 +172,14 @@ def test_any_text_is_supervised_exactly(turns: list[tuple[str, str]]) -> None:
     messages = [
         message(role, text) for question, answer in turns for role, text in (("user", question), ("assistant", answer))
     ]
-    ids, supervised, untellable = ChatEncoder(TOKENIZER, chatting.CHATML, {}).encode(Chat(messages))
-    assert not untellable
-    assert TOKENIZER.decode(ids) == TOKENIZER.apply_chat_template(messages, tokenize=False)
-    assert TOKENIZER.decode(ids[supervised]) == "".join(f"{answer}<|im_end|>" for _, answer in turns)
+    encoded = ChatEncoder(TOKENIZER, chatting.CHATML, {}).encode(Chat(messages))
+    assert not encoded.untellable
+    assert TOKENIZER.decode(encoded.ids) == TOKENIZER.apply_chat_template(messages, tokenize=False)
+    assert TOKENIZER.decode(encoded.ids[encoded.supervised]) == "".join(f"{answer}<|im_end|>" for _, answer in turns)
 
 
 def test_tokens_are_those_that_the_template_gives() -> None:
-    ids, _, _ = ChatEncoder(TOKENIZER, None, {}).encode(Chat(list(TWO_TURNS)))
+    ids = ChatEncoder(TOKENIZER, None, {}).encode(Chat(list(TWO_TURNS))).ids
     assert ids.dtype == np.int32
     assert ids.tolist() == TOKENIZER.apply_chat_template(list(TWO_TURNS), return_dict=True)["input_ids"]
 
@@ -199,16 +207,16 @@ def test_a_chat_that_the_template_refuses_is_refused_with_its_words() -> None:
 
 def test_a_turn_that_the_template_hides_is_reported_and_not_guessed() -> None:
     hiding = chatting.CHATML.replace("{% for m in messages %}", "{% for m in messages if m.content != 'secret' %}")
-    ids, supervised, untellable = ChatEncoder(TOKENIZER, hiding, {}).encode(
+    encoded = ChatEncoder(TOKENIZER, hiding, {}).encode(
         Chat([*TWO_TURNS, message("user", "And?"), message("assistant", "secret")])
     )
-    assert untellable
-    assert TOKENIZER.decode(ids[supervised]) == "Good day.<|im_end|>See you!<|im_end|>"
+    assert encoded.untellable
+    assert TOKENIZER.decode(encoded.ids[encoded.supervised]) == "Good day.<|im_end|>See you!<|im_end|>"
 
 
 def test_a_chat_with_the_stand_in_character_is_left_out() -> None:
-    _, supervised, untellable = ChatEncoder(TOKENIZER, chatting.CHATML, {}).encode(
+    encoded = ChatEncoder(TOKENIZER, chatting.CHATML, {}).encode(
         Chat([message("user", "Hello?"), message("assistant", "odd \ue0f0 answer")])
     )
-    assert untellable
-    assert not supervised.any()
+    assert encoded.untellable
+    assert not encoded.supervised.any()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import gzip
 import json
 import logging
@@ -27,19 +26,6 @@ from trainer.data.dataset import open_documents, open_rows
 
 CHAT = [{"role": "user", "content": "Hello?"}, {"role": "assistant", "content": "Good day, friend."}]
 ANSWER = "Good day, friend.<|im_end|>"
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A target's folder, as far as data needs it: a tokenizer with a template."""
-    folder = tmp_path_factory.mktemp("target")
-    chatting.save(chatting.tokenizer(), folder)
-    return folder
-
-
-@pytest.fixture
-def target(folder: Path) -> TargetConfig:
-    return TargetConfig(path=str(folder))
 
 
 def jsonl(path: Path, records: Iterable[Any]) -> Path:
@@ -71,6 +57,10 @@ RECORDS: dict[str, tuple[dict[str, Any], str]] = {
                 for turn in CHAT
             ]
         },
+        ANSWER,
+    ),
+    "sharegpt of another model": (
+        {"conversations": [{"from": "human", "value": "Hello?"}, {"from": "chatgpt", "value": "Good day, friend."}]},
         ANSWER,
     ),
     "text": ({"text": "Once upon a time."}, "Once upon a time."),
@@ -151,6 +141,59 @@ def test_a_chat_that_the_template_refuses_is_counted_and_the_first_is_named(
     assert supervised_texts(documents) == ["Good day, friend.<end_of_turn>"]
 
 
+def test_a_chat_with_an_image_is_counted_and_does_not_end_the_run(
+    tmp_path: Path, target: TargetConfig, caplog: pytest.LogCaptureFixture
+) -> None:
+    image = {"role": "user", "content": [{"type": "image_url"}, {"type": "text", "text": "What is it?"}]}
+    path = jsonl(tmp_path / "a.jsonl", [{"messages": [image, CHAT[1]]}, {"messages": CHAT}])
+    with caplog.at_level(logging.INFO):
+        rows = open_rows(data(path), target)
+    assert (rows.statistics.documents, rows.statistics.unsupported) == (1, 1)
+    assert "left out: 1 record, the first is a.jsonl line 1: the content of a message must be text" in caplog.text
+    assert "1 without an anchor position, 1 with more than text;" in caplog.text
+
+
+def test_reasoning_that_the_template_drops_is_counted_and_said(
+    tmp_path: Path, target: TargetConfig, caplog: pytest.LogCaptureFixture
+) -> None:
+    template = tmp_path / "template.jinja"
+    template.write_text(chatting.CHATML.replace("{{ m.content }}", "{{ m.content.split('</think>')[-1] }}"))
+    thinking = {"role": "assistant", "content": "<think>Somebody greets.</think>Good day, friend."}
+    path = jsonl(tmp_path / "a.jsonl", [{"messages": CHAT}, {"messages": [CHAT[0], thinking]}])
+    with caplog.at_level(logging.INFO):
+        rows = open_rows(data(path, chat_template=template), target)
+    assert rows.statistics.reasoning_dropped == 1
+    assert "in 1 record the chat template drops the assistant's reasoning, the first is a.jsonl line 2;" in caplog.text
+    assert "; 1 with reasoning that the chat template drops; " in caplog.text
+
+
+def test_calls_are_the_same_tokens_from_jsonl_and_from_parquet_which_fills_keys_with_null(
+    tmp_path: Path, target: TargetConfig
+) -> None:
+    template = tmp_path / "template.jinja"
+    template.write_text(
+        "{{ tools | tojson }}"
+        + chatting.CHATML.replace("<|im_end|>", "{{ m.tool_calls | default([]) | tojson }}<|im_end|>")
+    )
+    records = [
+        {
+            "messages": [
+                CHAT[0],
+                {"role": "assistant", "content": "", "tool_calls": [{"name": name, "arguments": given}]},
+            ],
+            "tools": [{"type": "function", "function": {"name": name, "parameters": dict.fromkeys(given, "text")}}],
+        }
+        for name, given in (("pay", {"recipient": "Ann"}), ("clock", {"zone": "UTC"}))
+    ]
+    write_table(pyarrow.Table.from_pylist(records), tmp_path / "a.parquet")
+    jsonl(tmp_path / "a.jsonl", records)
+    from_lines, from_columns = (
+        open_documents(data(tmp_path / name, chat_template=template), target) for name in ("a.jsonl", "a.parquet")
+    )
+    assert from_lines.tokens.tolist() == from_columns.tokens.tolist()
+    assert from_lines.supervised.tolist() == from_columns.supervised.tolist()
+
+
 def test_raw_text_needs_no_chat_template(tmp_path: Path) -> None:
     chatting.save(chatting.tokenizer(None), tmp_path / "bare")
     target = TargetConfig(path=str(tmp_path / "bare"))
@@ -159,99 +202,6 @@ def test_raw_text_needs_no_chat_template(tmp_path: Path) -> None:
     chats = jsonl(tmp_path / "b.jsonl", [{"messages": CHAT}])
     with pytest.raises(DataError, match="no chat template"):
         open_documents(data(chats), target)
-
-
-FAULTS: dict[str, tuple[str, str]] = {
-    "no JSON": ('{"text": "a"}\n{"text": \n', r"a.jsonl line 2 is not JSON: .+"),
-    "no object": ("[1]\n", r"a.jsonl line 1 must be an object, not list"),
-    "no known key": ('{"prompt": "a"}\n', r"a.jsonl line 1 has none of input_ids.*its keys are \['prompt'\]"),
-    "no role": ('{"messages": [{"content": "a"}]}\n', r"a.jsonl line 1: a message needs a role"),
-    "no list": ('{"messages": "a"}\n', r"a.jsonl line 1: a chat must be a list of messages"),
-    "an image": (
-        '{"messages": [{"role": "user", "content": [{"type": "image"}]}]}\n',
-        r"a.jsonl line 1: the content of a message must be text",
-    ),
-    "no mask": ('{"input_ids": [1, 2]}\n', r"a.jsonl line 1 needs a loss_mask as long as its input_ids"),
-    "ids that are no list": (
-        '{"input_ids": 5, "loss_mask": 5}\n',
-        r"a.jsonl line 1: input_ids must be a list of integers",
-    ),
-    "ids that are no numbers": (
-        '{"input_ids": [1, "a"], "loss_mask": [1, 1]}\n',
-        r"a.jsonl line 1: input_ids must be a list of integers",
-    ),
-    "a mask that is no list": (
-        '{"input_ids": [1, 2], "loss_mask": 1}\n',
-        r"a.jsonl line 1 needs a loss_mask as long as its input_ids",
-    ),
-    "half a character": ('{"text": "x \\uD83D y"}\n', r"a.jsonl line 1 holds half of a surrogate pair"),
-    "foreign ids": (
-        '{"input_ids": [1, 99999], "loss_mask": [1, 1]}\n',
-        r"a.jsonl line 1 holds token ids outside the target's \d+",
-    ),
-}
-
-
-@pytest.mark.parametrize("fault", FAULTS)
-def test_a_damaged_record_is_named_by_file_and_line(fault: str, tmp_path: Path, target: TargetConfig) -> None:
-    text, message = FAULTS[fault]
-    path = tmp_path / "a.jsonl"
-    path.write_text(text)
-    with pytest.raises(DataError, match=message):
-        open_documents(data(path), target)
-    assert [entry.suffix for entry in (tmp_path / ".dflash-cache").iterdir()] == [".lock"]
-
-
-def test_missing_unknown_and_damaged_files_are_one_sentence_each(tmp_path: Path, target: TargetConfig) -> None:
-    with pytest.raises(DataError, match=r"source .*nowhere.jsonl does not exist"):
-        open_documents(data(tmp_path / "nowhere.jsonl"), target)
-    (tmp_path / "a.txt").write_text("x")
-    with pytest.raises(DataError, match=r"a.txt must end in .jsonl, .jsonl.gz or .parquet"):
-        open_documents(data(tmp_path / "a.txt"), target)
-    (tmp_path / "a.parquet").write_text("x")
-    with pytest.raises(DataError, match=r"source .*a.parquet is damaged: "):
-        open_documents(data(tmp_path / "a.parquet"), target)
-    packed = gzip.compress(json.dumps({"text": "Once upon a time. " * 500}).encode() + b"\n")
-    for damaged in (packed[:-20], packed[:40] + b"\0\0\0" + packed[43:], b"no gzip at all"):
-        (tmp_path / "a.jsonl.gz").write_bytes(damaged)
-        with pytest.raises(DataError, match=r"source .*a.jsonl.gz is damaged: ") as caught:
-            open_documents(data(tmp_path / "a.jsonl.gz"), target)
-        assert "\n" not in str(caught.value)
-    (tmp_path / "folder.jsonl").mkdir()
-    with pytest.raises(DataError, match=r"source .*folder.jsonl cannot be read: Is a directory"):
-        open_documents(data(tmp_path / "folder.jsonl"), target)
-
-
-def test_a_build_that_fails_leaves_no_half_of_itself_and_blames_whom_it_should(
-    tmp_path: Path, target: TargetConfig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = jsonl(tmp_path / "a.jsonl", [{"text": "Once upon a time."}])
-
-    def full(*_: Any, **__: Any) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    with monkeypatch.context() as patched:
-        patched.setattr(dataset.DocumentWriter, "add", full)
-        with pytest.raises(DataError, match=r"cannot be written to .*: No space left on device; set data.cache_dir"):
-            open_documents(data(path), target)
-    cache = tmp_path / ".dflash-cache"
-    assert [entry.suffix for entry in cache.iterdir()] == [".lock"]
-    (tmp_path / "a.jsonl").write_text('{"text": "fine"}\nnot JSON\n')
-    with pytest.raises(DataError, match=r"a.jsonl line 2 is not JSON"):
-        open_documents(data(path), target)
-    assert {entry.suffix for entry in cache.iterdir()} == {".lock"}
-
-
-def test_an_empty_source_is_one_sentence(tmp_path: Path, target: TargetConfig) -> None:
-    with pytest.raises(DataError, match="none of the 0 records can be trained on"):
-        open_rows(data(jsonl(tmp_path / "a.jsonl", [])), target)
-
-
-def test_a_cache_that_cannot_be_written_names_the_setting(tmp_path: Path, target: TargetConfig) -> None:
-    path = jsonl(tmp_path / "a.jsonl", [{"text": "Once upon a time."}])
-    (tmp_path / "file").write_text("in the way")
-    with pytest.raises(DataError, match=r"cannot be written to .*file/cache: .*; set data.cache_dir"):
-        open_documents(data(path, cache_dir=tmp_path / "file" / "cache"), target)
 
 
 def test_documents_are_tokenised_once(tmp_path: Path, target: TargetConfig, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -274,7 +224,16 @@ def test_the_content_hash_follows_everything_that_changes_tokens_and_nothing_els
     changed = jsonl(tmp_path / "changed.jsonl", [{"messages": CHAT * 2}])
     base = open_documents(data(path), target).content_hash
     assert open_documents(data(copy, anchors_per_row=3, seed=5), target).content_hash == base
+    chatting.save(chatting.tokenizer(), tmp_path / "named")
+    named = tmp_path / "named" / "tokenizer_config.json"
+    named.write_text(named.read_text().replace("<|im_end|>", "<|eot|>"))
+    chatting.save(chatting.tokenizer(), tmp_path / "stopping")
+    (tmp_path / "stopping" / "generation_config.json").write_text('{"eos_token_id": [2, 6]}')
+    chatting.save(chatting.tokenizer(), tmp_path / "moved")
+    assert open_documents(data(path), TargetConfig(path=str(tmp_path / "moved"))).content_hash == base
     others = [
+        open_documents(data(path), TargetConfig(path=str(tmp_path / "named"))),
+        open_documents(data(path), TargetConfig(path=str(tmp_path / "stopping"))),
         open_documents(data(changed), target),
         open_documents(data(path, copy), target),
         open_documents(data(path, max_document_length=30), target),

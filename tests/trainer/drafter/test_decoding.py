@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import inf, nan
 from types import ModuleType
 from typing import Any
 
@@ -117,7 +118,15 @@ def test_sampling_probabilities_are_the_official_ones(official: ModuleType) -> N
 
 
 def test_impossible_settings_are_refused_in_words() -> None:
-    for values in ((-1.0, 1.0, 0), (1.0, 0.0, 0), (1.0, 1.5, 0), (1.0, 1.0, -1)):
+    for values in (
+        (-1.0, 1.0, 0),
+        (nan, 1.0, 0),
+        (inf, 1.0, 0),
+        (1.0, nan, 0),
+        (1.0, 0.0, 0),
+        (1.0, 1.5, 0),
+        (1.0, 1.0, -1),
+    ):
         with pytest.raises(DecodingError, match="temperature"):
             Sampling(*values)
 

@@ -82,3 +82,15 @@ def test_training_continues_from_a_drafter_in_its_own_shape_only(folder: Path) -
             config_for_target(DrafterSection(init_from=folder, **change), target)  # type: ignore[arg-type]
     with pytest.raises(DrafterConfigError, match="made for another target"):
         config_for_target(same, Qwen3Config(**SIZES | {"num_hidden_layers": 13}))
+
+
+def test_training_does_not_continue_from_a_drafter_whose_layers_would_have_to_be_guessed(folder: Path) -> None:
+    document = json.loads((folder / "config.json").read_text())
+    section = DrafterSection(init_from=folder)
+    del document["target_layer_ids"]
+    (folder / "config.json").write_text(json.dumps(document))
+    assert config_for_target(section, Qwen3Config(**SIZES)).target_layer_ids == (1, 9), "the nested ones are there"
+    del document["dflash_config"]["target_layer_ids"]
+    (folder / "config.json").write_text(json.dumps(document))
+    with pytest.raises(DrafterConfigError, match=r"config.json does not say which layers .*: add target_layer_ids"):
+        config_for_target(section, Qwen3Config(**SIZES))

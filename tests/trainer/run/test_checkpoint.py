@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import logging
 import os
 import random
 import resource
 import signal
+import stat
 import subprocess
 import time
 from collections.abc import Iterator
@@ -19,7 +21,7 @@ import torch
 from torch import Tensor
 
 from trainer.config.sections import CheckpointConfig
-from trainer.run.checkpoint import CheckpointError, WholeCheckpoint, newest_valid, read, resolve, save
+from trainer.run.checkpoint import CheckpointError, WholeCheckpoint, find_drafter, newest_valid, read, resolve, save
 
 
 def tensors(step: int, size: int = 64) -> dict[str, Tensor]:
@@ -152,6 +154,84 @@ def test_leftovers_of_a_killed_writer_are_removed(tmp_path: Path) -> None:
         (tmp_path / name / "model.safetensors").write_text("half")
     write(tmp_path, 1)
     assert {p.name for p in tmp_path.iterdir()} == {"step-00000001"}
+
+
+def test_checkpoints_moved_behind_symlinks_never_keep_a_later_one_from_being_saved(tmp_path: Path) -> None:
+    folder, elsewhere = tmp_path / "checkpoints", tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    for step in range(1, 7):
+        path = write(folder, step, keep_last=2)
+        path.rename(elsewhere / path.name)
+        path.symlink_to(elsewhere / path.name)
+    assert steps(folder) == [5, 6]
+    assert {path.name for path in folder.iterdir()} == {"step-00000005", "step-00000006"}
+    assert steps(elsewhere) == [1, 2, 3, 4, 5, 6]  # what was moved away belongs to whom moved it
+    assert_holds(newest_valid(folder), 6)
+
+
+def test_leftovers_that_cannot_be_removed_are_named_and_passed_by(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    left = tmp_path / ".unfinished-step-00000001"
+    left.mkdir()
+
+    def busy(path: Path, *_: object, **__: object) -> None:
+        raise OSError(errno.EBUSY, "Device or resource busy", str(path))
+
+    with monkeypatch.context() as patch:
+        patch.setattr("shutil.rmtree", busy)
+        write(tmp_path, 1)
+    assert_holds(newest_valid(tmp_path), 1)
+    assert f"{left} not removed: Device or resource busy" in caplog.text
+
+
+def test_a_file_system_that_cannot_flush_folders_is_told_of_once_and_used(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fsync, folders = os.fsync, []
+
+    def refusing(descriptor: int) -> None:
+        if stat.S_ISDIR(os.fstat(descriptor).st_mode):
+            folders.append(descriptor)
+            raise OSError(errno.EINVAL, "Invalid argument")
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", refusing)
+    for step in (1, 2):
+        write(tmp_path, step)
+    assert folders
+    assert_holds(newest_valid(tmp_path), 2)
+    assert caplog.text.count("cannot flush all to the disk") == 1
+
+
+def test_a_disk_that_fails_to_flush_is_still_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def failing(_: int) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(os, "fsync", failing)
+    with pytest.raises(CheckpointError, match="Input/output error"):
+        write(tmp_path, 1)
+
+
+def test_the_best_checkpoint_is_asked_for_by_name(tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoints"
+    for step, length in ((1, 2.0), (2, 3.5), (3, float("nan")), (4, 3.0)):
+        write(folder, step, keep_best=True, keep_last=2, accept_length=length)
+    assert resolve(tmp_path).step == 4
+    assert resolve(tmp_path / "best").step == resolve(folder / "best").step == 2
+    assert find_drafter(tmp_path / "best")[0] == folder / "step-00000002"
+    with pytest.raises(CheckpointError, match=r"no checkpoint in .*elsewhere tells its accepted length: leave out"):
+        resolve(tmp_path / "elsewhere" / "best")
+
+
+def test_numbers_that_json_cannot_hold_are_null(tmp_path: Path) -> None:
+    path = write(tmp_path, 1, accept_length=float("nan"), loss=float("inf"))
+
+    def refuse(word: str) -> None:
+        raise AssertionError(word)
+
+    document = json.loads((path / "manifest.json").read_text(), parse_constant=refuse)
+    assert document["metrics"] == {"accept_length": None, "loss": None}
 
 
 @pytest.mark.parametrize("deep", ["", "checkpoints", "checkpoints/step-00000007"])

@@ -510,6 +510,14 @@ def test_a_fault_in_a_worker_ends_the_run_with_its_traceback_and_a_checkpoint(
         ("pipeline.targets=[gpu]", r"pipeline\.targets: 'gpu' is no device: write cpu or cuda:0"),
         ("telemetry.wandb=true", r"dflash-ops\[wandb\]"),
         ("drafter.init_from=/nowhere", r"drafter\.init_from: there is no folder /nowhere$"),
+        (
+            "drafter.init_from=nobody/nothing",
+            r"init_from: there is no nobody/nothing in .*, and the model hub does not",
+        ),
+        (
+            "data.sources=[nobody/nothing]",
+            r"data\.sources: there is no nobody/nothing in .*, and the model hub does not",
+        ),
     ],
 )
 def test_a_bad_input_is_one_sentence_and_78(tmp_path: Path, config: Path, change: str, sentence: str) -> None:

@@ -204,8 +204,9 @@ def test_packed_and_unpacked_ways_agree(row: Row) -> None:
         torch.testing.assert_close(packed.last_hidden[document], unpacked.last_hidden[document], rtol=1e-4, atol=1e-4)
 
 
-def test_layers_behind_the_last_tap_and_the_head_are_not_run(row: Row) -> None:
-    model = build(config_of("llama"))
+@pytest.mark.parametrize("family", ["llama", "llama4_text"])
+def test_layers_behind_the_last_tap_and_the_head_are_not_run(family: str, row: Row) -> None:
+    model = build(config_of(family))
     ran: list[str] = []
     for name, module in model.named_modules():
         module.register_forward_hook(lambda *_, name=name: ran.append(name))
@@ -224,7 +225,7 @@ def test_taps_come_in_the_order_asked_for_and_may_repeat(row: Row) -> None:
         torch.testing.assert_close(hidden[document], expected[document.start], rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("family", ["qwen3", "qwen3_5_text", "gemma2"])
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_5_text", "gemma2", "llama4_text"])
 def test_last_hidden_gives_the_targets_own_logits(family: str, row: Row) -> None:
     model = build(config_of(family))
     logits = {}
