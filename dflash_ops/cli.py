@@ -4,6 +4,7 @@ Annotations are evaluated here, not kept as text: Typer would compile those of e
 """
 
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -129,7 +130,9 @@ def launch(
             if json:
                 from json import dumps
 
-                print(dumps({"schema": 1, "kind": "launch", "spec": asked.spec, "argv": asked.argv}, indent=2))
+                shipped = asked.release.document() if asked.release is not None else None
+                document = {"schema": 1, "kind": "launch", "spec": asked.spec, "argv": asked.argv, "release": shipped}
+                print(dumps(document, indent=2))
             else:
                 show_plan(asked)
             return

@@ -7,6 +7,7 @@ printed passes through `visible` first: colours are dropped, every other control
 from __future__ import annotations
 
 import math
+import os
 import re
 from datetime import UTC, datetime
 
@@ -36,6 +37,25 @@ def visible(text: str, limit: int | None = None) -> str:
     if limit is not None and len(safe) > limit:
         return safe[: limit - 1] + "…"
     return safe
+
+
+def fitted(text: str, cells: int) -> str:
+    """As much of a line as fits into so many columns of a terminal, on which a CJK character takes two."""
+    text = text.expandtabs()
+    if text.isascii():
+        return text[:cells]
+    from rich.cells import get_character_cell_size
+
+    for index, letter in enumerate(text):
+        cells -= get_character_cell_size(letter)
+        if cells < 0:
+            return text[:index]
+    return text
+
+
+def is_dumb() -> bool:
+    """Whether the terminal cannot move its cursor, as that of Emacs' shell or of some CI."""
+    return os.environ.get("TERM", "").lower() in ("dumb", "unknown")
 
 
 def decoded(data: bytes) -> str:

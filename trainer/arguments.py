@@ -14,6 +14,8 @@ from typing import Any
 
 from trainer.inputs import HUMAN_EVAL, PACKAGES
 
+# Options that take lists, in every command alike: several values behind one option, and the option several times.
+SEVERAL: dict[str, Any] = {"nargs": "+", "action": "extend"}
 DTYPES = ("bfloat16", "float16", "float32")
 PRESETS = ("tiny", "smollm2", "qwen3-8b")
 BENCHMARKS = {
@@ -67,7 +69,7 @@ def _regenerate(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("config", type=Path, help="the run's YAML file: its target, template and first target device")
     parser.add_argument(
         "--prompts",
-        nargs="+",
+        **SEVERAL,
         required=True,
         metavar="SOURCE",
         help=f"JSONL or Parquet files with prompt, turns or messages, or {', '.join(PACKAGES)}",
@@ -98,9 +100,9 @@ def _evaluate(parser: argparse.ArgumentParser) -> None:
     add("--trust-remote-code", action="store_true", help="let the target's repository run its own Python code")
     add(
         "--prompts",
-        action="append",
+        **SEVERAL,
         metavar="SET",
-        help=f"a JSONL or Parquet file, or {', '.join(PACKAGES)}; may be given several times (default: {HUMAN_EVAL})",
+        help=f"JSONL or Parquet files, or {', '.join(PACKAGES)} (default: {HUMAN_EVAL})",
     )
     add("--max-prompts", type=_positive, help="use the first so many prompts of each set")
     add("--max-new-tokens", type=_positive, default=512, help="longest answer (default: %(default)s)")
@@ -112,10 +114,10 @@ def _evaluate(parser: argparse.ArgumentParser) -> None:
     add(
         "--template-option",
         type=_template_option,
-        action="append",
+        **SEVERAL,
         default=[],
         metavar="KEY=VALUE",
-        help="variable of the chat template, such as enable_thinking=false (default: those of the drafter's run)",
+        help="variables of the chat template, such as enable_thinking=false (default: those of the drafter's run)",
     )
     add("--device", help="cuda:0, cpu, ... (default: the first GPU, else the CPU)")
     add("--output", type=Path, help="also write everything measured to this JSON file")
@@ -134,7 +136,7 @@ def _warmup(parser: argparse.ArgumentParser) -> None:
     parser.epilog = "A run of the same configuration then starts with cache hits alone."
     parser.add_argument("config", type=Path, help="the run's YAML file")
     parser.add_argument(
-        "--devices", nargs="+", metavar="DEVICE", help="drafters' devices (default: pipeline.drafters of the file)"
+        "--devices", **SEVERAL, metavar="DEVICE", help="drafters' devices (default: pipeline.drafters of the file)"
     )
     _add_set(parser)
 
@@ -154,8 +156,8 @@ def _bench(parser: argparse.ArgumentParser) -> None:
         add("--device", help="where it runs (default: the first GPU, else the CPU)")
         added.set_defaults(targets=None, drafters=None)
         if name in ("pipeline", "first-step"):
-            add("--targets", nargs="+", metavar="DEVICE", help="devices of targets (default: --device)")
-            add("--drafters", nargs="+", metavar="DEVICE", help="devices of drafters (default: --device)")
+            add("--targets", **SEVERAL, metavar="DEVICE", help="devices of targets (default: --device)")
+            add("--drafters", **SEVERAL, metavar="DEVICE", help="devices of drafters (default: --device)")
         if name == "pipeline":
             add("--profile-steps", type=int, default=100, help="steps under the profiler, 0: none (%(default)s)")
         if name == "threads":
@@ -168,8 +170,7 @@ def _bench(parser: argparse.ArgumentParser) -> None:
 def _add_set(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--set",
-        nargs="+",
-        action="extend",
+        **SEVERAL,
         default=[],
         metavar="KEY=VALUE",
         help="change fields of the file, e.g. --set optimizer.lr=1e-3 data.epochs=2",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,10 +24,19 @@ from dflash_ops.inventory.models import (
     JobEntry,
     listed,
 )
+from trainer.core_schema import CoreLoader, as_text, not_finite
 
 if TYPE_CHECKING:
     from pydantic_core import ErrorDetails
 
+# What stands here is text or an id, whatever it looks like: `0755`, `3.10` and `no` are kept as they were typed.
+_KEPT_AS_TEXT: tuple[tuple[str, ...], ...] = (
+    ("containers", "*", "container"),
+    ("environments", "*", "python"),
+    ("jobs", "*", "env", "*"),
+    ("jobs", "*", "gpus", "*"),
+    ("jobs", "*", "gpus", "*", "*"),
+)
 MAX_BYTES = 1024 * 1024
 MAX_NODES = 100_000  # aliases of aliases multiply: a small file can be a huge tree
 
@@ -49,7 +59,7 @@ def load_inventory(given: Path | None = None) -> Inventory:
         ) from error
     if len(data) > MAX_BYTES:
         raise ConfigurationError(f"the inventory {path} is larger than {MAX_BYTES >> 20} MiB", "is it the right file?")
-    value, lines = read_yaml(data, path)
+    value, lines = read_yaml(data, path, _KEPT_AS_TEXT)
     if not isinstance(value, dict):
         raise ConfigurationError(f"{path}:1: the inventory must be a mapping", "begin with `containers:`")
     if "path" in value:
@@ -65,16 +75,24 @@ def load_inventory(given: Path | None = None) -> Inventory:
 Lines = dict[tuple[str | int, ...], int]
 
 
-def read_yaml(data: bytes, path: Path) -> tuple[Any, Lines]:
-    """A YAML document and the line of each of its keys and items. Raises ConfigurationError."""
+def read_yaml(data: bytes, path: Path, kept_as_text: Sequence[tuple[str, ...]] = ()) -> tuple[Any, Lines]:
+    """A YAML document and the line of each of its keys and items. Raises ConfigurationError.
+
+    Args:
+        data: the document, whose scalars are read by YAML 1.2's core schema.
+        path: named in errors.
+        kept_as_text: where plain scalars stay the text that was typed; `*` is any key or index.
+    """
     lines: Lines = {}
     try:
-        loader = yaml.SafeLoader(data)
+        loader = CoreLoader(data)
         try:
             node = loader.get_single_node()
             if node is None:
                 return None, lines
             _mark(node, (), lines, path, [0])
+            _keep_text(node, kept_as_text)
+            _refuse_infinite(node, (), path)
             return loader.construct_document(node), lines
         finally:
             loader.dispose()
@@ -130,6 +148,42 @@ def unknown_key(place: str, dotted: str, key: str, known: list[str]) -> Configur
     near = difflib.get_close_matches(key, known, 1)
     hint = f"did you mean `{near[0]}`?" if near else f"known here: {', '.join(known)}"
     return ConfigurationError(f"{place}: unknown key `{dotted}`", hint)
+
+
+def _refuse_infinite(node: yaml.Node, where: tuple[str, ...], path: Path) -> None:
+    if isinstance(node, yaml.MappingNode):
+        for key, value in node.value:
+            _refuse_infinite(value, (*where, str(key.value)), path)
+    elif isinstance(node, yaml.SequenceNode):
+        for index, item in enumerate(node.value):
+            _refuse_infinite(item, (*where, str(index)), path)
+    elif not_finite(node):
+        line = node.start_mark.line + 1
+        what = f"`{'.'.join(where)}`: {node.value} is not a finite number"
+        raise ConfigurationError(f"{path}:{line}: {what}", "correct it there")
+
+
+def _keep_text(node: yaml.Node, places: Sequence[tuple[str, ...]]) -> None:
+    """Turn the plain scalars at these places into text. A merged mapping (`<<`) stands where it is merged."""
+    if not places:
+        return
+    pairs = node.value if isinstance(node, yaml.MappingNode) else ()
+    for index, (key, value) in enumerate(pairs):
+        merged = value.value if isinstance(value, yaml.SequenceNode) else [value]
+        if key.tag == "tag:yaml.org,2002:merge":
+            for each in merged:
+                _keep_text(each, places)
+            continue
+        below = [place[1:] for place in places if place[0] in ("*", key.value)]
+        if () in below:
+            node.value[index] = (key, as_text(value))
+        _keep_text(value, [place for place in below if place])
+    if isinstance(node, yaml.SequenceNode):
+        below = [place[1:] for place in places if place[0] == "*"]
+        if () in below:
+            node.value[:] = [as_text(item) for item in node.value]
+        for item in node.value:
+            _keep_text(item, [place for place in below if place])
 
 
 def _explained(error: ValidationError, path: Path, lines: Lines) -> ConfigurationError:

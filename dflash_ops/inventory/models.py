@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -12,11 +13,13 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Field,
+    ValidationInfo,
     field_validator,
     model_validator,
 )
 
 from dflash_ops.errors import ConfigurationError, UsageError
+from trainer.core_schema import no_boolean_as_number
 
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$")]
 # Part of unit properties, where quoting is systemd's: kept to characters that need none.
@@ -29,21 +32,33 @@ VariableName = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
 
 
 def _expand_indices(value: object) -> object:
-    """`[0, 1]`, `3`, "0-4" or "0-2,5" as a list of GPU indices."""
-    if isinstance(value, int) and not isinstance(value, bool):
-        return [value]
-    if not isinstance(value, str):
-        return value
-    found: list[int] = []
-    for part in value.split(","):
-        match = re.fullmatch(r"\s*(\d{1,3})(?:-(\d{1,3}))?\s*", part)
-        if match is None:
-            raise ValueError(f'{value!r} names no GPUs; write them like "0-4" or "0,2,5-7"')
-        first, last = int(match[1]), int(match[2] or match[1])
-        if last < first:
-            raise ValueError(f"{part.strip()!r} runs backwards; write the smaller number first")
-        found.extend(range(first, last + 1))
-    return found
+    """`[0, 1]`, `3`, "0-4", "0-2,5" or `[0-2, 5]` as a list of GPU indices, which are written in decimal digits."""
+    if isinstance(value, list):
+        return [index for item in value for index in _range_of(item)]
+    if isinstance(value, str):
+        return [index for part in value.split(",") for index in _range_of(part)]
+    return _range_of(value)
+
+
+def _range_of(part: object) -> Sequence[int]:
+    if isinstance(part, int) and not isinstance(part, bool):
+        return [part]
+    match = re.fullmatch(r"\s*([0-9]{1,3})(?:-([0-9]{1,3}))?\s*", part) if isinstance(part, str) else None
+    if match is None:
+        raise ValueError(f'{part!r} names no GPUs; write them like "0-4" or "0,2,5-7"')
+    first, last = int(match[1]), int(match[2] or match[1])
+    if last < first:
+        raise ValueError(f"{match[0].strip()!r} runs backwards; write the smaller number first")
+    return range(first, last + 1)
+
+
+def _decimal(value: object) -> object:
+    """A container's number, written in decimal digits."""
+    if isinstance(value, str):
+        if not re.fullmatch("[0-9]{1,12}", value):
+            raise ValueError(f"a container's number is written in decimal digits, like 200 (it is {value!r})")
+        return int(value)
+    return value
 
 
 def _each_once(found: list[int]) -> list[int]:
@@ -58,9 +73,14 @@ GpuIndices = Annotated[
 
 
 class Entry(BaseModel):
-    """A part of the inventory: frozen, unknown keys refused."""
+    """A part of the inventory: frozen; unknown keys, and numbers that are none, are refused."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, defer_build=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, defer_build=True, allow_inf_nan=False)
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _numbers_are_numbers(cls, value: object, info: ValidationInfo) -> object:
+        return no_boolean_as_number(value, cls.model_fields[str(info.field_name)].annotation)
 
 
 class HostEntry(Entry):
@@ -85,7 +105,9 @@ class ContainerEntry(Entry):
     """A container on a host."""
 
     host: str = Field(description="A key of `hosts`, or `local`: this machine itself")
-    container: int | None = Field(None, ge=100, le=999_999_999, description="The container's number (VMID)")
+    container: Annotated[int | None, BeforeValidator(_decimal)] = Field(
+        None, ge=100, le=999_999_999, description="The container's number (VMID)"
+    )
     enter: Literal["pct", "lxc-attach"] = "pct"
     root: PlainPath = Field("/var/lib/dflash", description="Folder in the container that holds runs and releases")
 
@@ -132,8 +154,16 @@ class JobEntry(Entry):
     )
     set: dict[str, Any] = Field(default_factory=dict, description="Dotted keys of the configuration and their values")
     source: Path | None = Field(None, description="Folder of Python code to ship; default: the trainer package")
+    include: list[str] = Field(
+        default_factory=list, description="Files of `source` to ship although git ignores them or they are hidden"
+    )
     gpus: GpuEntry | None = Field(None, description="Sets pipeline.targets and pipeline.drafters of the configuration")
-    watchdog: int | None = Field(None, ge=1, description="Seconds without a step after which systemd aborts the run")
+    watchdog: int | None = Field(
+        3600,
+        ge=1,
+        description="Most seconds without a step until systemd aborts the run; the trainer shortens them to what its "
+        "steps take; null: it is never aborted",
+    )
     env: dict[VariableName, str] = Field(
         default_factory=dict, description="Variables of the trainer; `env:NAME` and `file:PATH` are read at launch"
     )
@@ -142,10 +172,11 @@ class JobEntry(Entry):
 
     @field_validator("env", mode="before")
     @classmethod
-    def _scalars_as_text(cls, value: object) -> object:
-        if not isinstance(value, dict):
-            return value
-        return {key: str(item) if isinstance(item, int | float) else item for key, item in value.items()}
+    def _values_stand_there(cls, value: object) -> object:
+        for key, item in value.items() if isinstance(value, dict) else ():
+            if item is None:
+                raise ValueError(f"{key} has no value; write '' to mean an empty one")
+        return value
 
 
 class Inventory(Entry):

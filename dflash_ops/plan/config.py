@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -12,8 +11,7 @@ import yaml
 from dflash_ops.errors import ConfigurationError, UsageError
 from dflash_ops.inventory.load import read_yaml
 from dflash_ops.inventory.models import GpuEntry, Inventory, JobEntry
-
-_NUMBER = re.compile(r"[-+]?(\d+(\.\d*)?|\.\d+)([eE][-+]?\d+)?")
+from trainer.core_schema import CoreDumper, read_value
 
 
 def job_config(inventory: Inventory, name: str, job: JobEntry, changes: tuple[str, ...]) -> dict[str, Any]:
@@ -94,13 +92,13 @@ def set_dotted(config: dict[str, Any], key: str, value: Any) -> None:
 
 
 def parse_value(text: str, key: str) -> Any:
-    """A YAML value; numbers such as 1e-4, which YAML 1.1 takes for text, are numbers. Raises UsageError."""
-    if _NUMBER.fullmatch(text) and not re.fullmatch(r"[-+]?\d+", text):
-        return float(text)
+    """A value as YAML 1.2's core schema reads it. Raises UsageError."""
     try:
-        value = yaml.safe_load(text)
+        value = read_value(text)
         odd = _not_plain(value, key)
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
+    except ValueError as error:
+        raise UsageError(f"--set {key}: {error}", "give another value") from error
+    except (yaml.YAMLError, RecursionError) as error:
         raise UsageError(
             f"the value of --set {key} is not YAML", "put text with special characters in quotes"
         ) from error
@@ -110,6 +108,6 @@ def parse_value(text: str, key: str) -> Any:
 
 
 def dump_yaml(config: Mapping[str, Any]) -> str:
-    """YAML that reads back as the same values."""
+    """YAML that reads back as the same values, by YAML 1.2 and, where a job's own code reads it so, by YAML 1.1."""
     # Escapes instead of characters beyond ASCII: PyYAML writes some of these in a way that it does not read back.
-    return yaml.safe_dump(dict(config), sort_keys=False, width=120)
+    return yaml.dump(dict(config), Dumper=CoreDumper, sort_keys=False, width=120)

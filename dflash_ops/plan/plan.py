@@ -47,6 +47,7 @@ class Wish:
     config: dict[str, Any]
     watchdog: int | None = None
     resumed_from: str | None = None
+    foreign: bool = False  # another trainer than ours: without a `pipeline` it is not known to use any GPU
 
 
 @dataclass(frozen=True)
@@ -80,8 +81,8 @@ def plan(inventory: Inventory, container: str, roots: RootPaths, options: Launch
     config = job_config(inventory, name, job, options.set)
     if job.source is None:  # of other code only the container can tell
         check_job(config, inventory, name, job, options.set)
-    release = pack(inventory.resolve(job.source) if job.source else trainer_source())
-    wish = Wish(run, name, container, release.name, config, job.watchdog)
+    release = pack(inventory.resolve(job.source) if job.source else trainer_source(), job.include)
+    wish = Wish(run, name, container, release.name, config, job.watchdog, foreign=job.source is not None)
     python = interpreter(inventory, job.environment, roots)
     asked = assemble(roots, wish, python, release, resolve_variables(name, job))
     timeout = options.timeout if options.timeout is not None else job.timeout
@@ -105,7 +106,7 @@ def assemble(
     """The unit, its files and its spec."""
     run, config = wish.run, wish.config
     paths = roots.run(run)
-    gpus = roles_of(GpuRoles(), config)
+    gpus = GpuRoles() if wish.foreign and "pipeline" not in config else roles_of(GpuRoles(), config)
     base = base_environment(run, paths, str(roots.compile_cache), str(roots.compile_cache.parent))
     folder = f"{roots.releases}/{wish.release}"
     return Plan(
@@ -131,7 +132,7 @@ def assemble(
             "resumed_from": wish.resumed_from,
             "variables": sorted(variables),
         },
-        argv=systemd_run_argv(run, paths, wish.watchdog),
+        argv=systemd_run_argv(run, paths, wish.watchdog, gpus.all),
         entry=entry_script(paths, folder, python.path, wish.resumed_from),
         on_exit=on_exit_script(run, paths),
         env=env_file(base, variables),

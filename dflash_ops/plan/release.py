@@ -5,18 +5,16 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from dflash_ops.errors import ConfigurationError
+from dflash_ops.plan.source import choose
 from dflash_ops.remote.protocol import StoredFile
 
-MAX_BYTES = 64 * 1024 * 1024
-MAX_FILES = 10_000
 CHUNK = 256 * 1024
-_SKIPPED_FOLDERS = ("__pycache__", "node_modules")
-_SKIPPED_ENDINGS = (".pyc", ".pyo", ".swp", "~")
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +25,7 @@ class ReleaseFile:
     size: int
     sha256: str
     executable: bool
+    private: bool = False  # not readable by everyone
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +35,8 @@ class Release:
     source: Path
     files: tuple[ReleaseFile, ...]
     name: str  # 32 hex digits of the hash over all paths, modes and contents
+    hidden: tuple[str, ...] = ()  # left out because their names begin with a dot; folders end in `/`
+    ignored: tuple[str, ...] = ()  # left out by git's rules
 
     @property
     def total_bytes(self) -> int:
@@ -45,9 +46,19 @@ class Release:
     def manifest(self) -> list[StoredFile]:
         """What the container checks the contents against."""
         return [
-            {"path": file.path, "size": file.size, "sha256": file.sha256, "executable": file.executable}
+            {
+                "path": file.path,
+                "size": file.size,
+                "sha256": file.sha256,
+                "executable": file.executable,
+                "private": file.private,
+            }
             for file in self.files
         ]
+
+    def document(self) -> dict[str, Any]:
+        """What is shipped and what is left out, for --dry-run --json."""
+        return {"files": self.manifest(), "hidden": list(self.hidden), "ignored": list(self.ignored)}
 
     def contents(self, progress: Callable[[int], None] | None = None) -> Iterator[bytes]:
         """All contents in the manifest's order. Raises ConfigurationError when a file changed meanwhile."""
@@ -73,28 +84,18 @@ def trainer_source() -> Path:
     return Path(next(iter(spec.submodule_search_locations)))
 
 
-def pack(source: Path) -> Release:
+def pack(source: Path, include: Sequence[str] = ()) -> Release:
     """Read a package folder. Raises ConfigurationError for what cannot be shipped as it is."""
     if not (source / "__main__.py").is_file():
         raise ConfigurationError(f"{source} is no package that can be run: it has no __main__.py", "correct `source`")
-    files = []
-    for path in _walk(source):
-        relative = path.relative_to(source).as_posix()
-        if any(ord(letter) < 32 or ord(letter) == 127 for letter in relative):
-            raise ConfigurationError(f"the file name {relative!r} in {source} has control characters", "rename it")
-        try:
-            relative.encode()
-        except UnicodeEncodeError as error:
-            raise ConfigurationError(f"the file name {relative!r} in {source} is not UTF-8", "rename it") from error
-        if path.is_symlink():
-            raise ConfigurationError(f"{path} is a symbolic link", "put the file itself there: links are not shipped")
-        files.append(_describe(source, relative))
-        if len(files) > MAX_FILES or sum(file.size for file in files) > MAX_BYTES:
-            raise ConfigurationError(
-                f"{source} holds more than {MAX_BYTES >> 20} MiB or {MAX_FILES} files",
-                "keep data and checkpoints out of the package folder",
-            )
-    return _named(source, files)
+    try:
+        chosen = choose(source, include)
+        files = [_describe(source, path) for path in chosen.sizes]
+    except OSError as error:
+        raise ConfigurationError(f"cannot read {error.filename or source}: {error.strerror}", "see to it") from error
+    if "__main__.py" not in chosen.sizes:
+        raise ConfigurationError(f"git ignores __main__.py of {source}", "name it in `include` of the job")
+    return _named(source, files, tuple(chosen.hidden), tuple(chosen.ignored))
 
 
 def pack_wheels(folder: Path) -> Release:
@@ -107,31 +108,21 @@ def _describe(source: Path, relative: str) -> ReleaseFile:
     with path.open("rb") as stream:
         digest = hashlib.file_digest(stream, "sha256").hexdigest()
         status = os.fstat(stream.fileno())
-    return ReleaseFile(relative, status.st_size, digest, bool(status.st_mode & 0o100))
+    executable, private = bool(status.st_mode & 0o100), not status.st_mode & 0o004
+    return ReleaseFile(relative, status.st_size, digest, executable, private)
 
 
-def _named(source: Path, files: list[ReleaseFile]) -> Release:
+def _named(
+    source: Path, files: list[ReleaseFile], hidden: tuple[str, ...] = (), ignored: tuple[str, ...] = ()
+) -> Release:
     files.sort(key=lambda file: file.path)
-    return Release(source, tuple(files), release_name(files))
+    return Release(source, tuple(files), release_name(files), hidden, ignored)
 
 
 def release_name(files: list[ReleaseFile]) -> str:
     """The name that these contents have; `dflash_ops.remote.store` computes it in the same way."""
     digest = hashlib.sha256()
     for file in files:
-        digest.update(f"{file.sha256} {int(file.executable)} {file.size} {file.path}\n".encode())
+        mode = file.executable + 2 * file.private
+        digest.update(f"{file.sha256} {mode} {file.size} {file.path}\n".encode())
     return digest.hexdigest()[:32]
-
-
-def _walk(source: Path) -> Iterator[Path]:
-    """Regular files and links, without hidden ones, byte code and editor leavings."""
-    for folder, folders, names in os.walk(source):
-        here = Path(folder)
-        for name in list(folders):
-            if name.startswith(".") or name in _SKIPPED_FOLDERS:
-                folders.remove(name)
-            elif (here / name).is_symlink():
-                yield here / name
-        for name in names:
-            if not name.startswith(".") and not name.endswith(_SKIPPED_ENDINGS):
-                yield here / name

@@ -7,15 +7,17 @@ Paths are of plain characters (the root folder is checked, the run's name too), 
 from __future__ import annotations
 
 import shlex
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from dflash_ops.remote.protocol import STOP_SECONDS, unit_name
 from dflash_ops.run.record import RunPaths
 
 
-def systemd_run_argv(run: str, paths: RunPaths, watchdog: int | None) -> list[str]:
-    """The transient unit. Plain on purpose: with --collect a failed unit reads as a success that never was, and
-    RemainAfterExit would put the recorder off until somebody stops the unit.
+def systemd_run_argv(run: str, paths: RunPaths, watchdog: int | None, gpus: Sequence[int] = ()) -> list[str]:
+    """The transient unit. Its description names its GPUs: the unit is what holds them, wherever its files are.
+
+    Plain on purpose: with --collect a failed unit reads as a success that never was, and RemainAfterExit would put the
+    recorder off until somebody stops the unit.
     """
     properties = [
         f"ExecStopPost=-+{paths.on_exit}",  # -: a failing recorder does not make the run fail; +: as root
@@ -35,7 +37,7 @@ def systemd_run_argv(run: str, paths: RunPaths, watchdog: int | None) -> list[st
         "systemd-run",
         "--quiet",
         f"--unit={unit_name(run)}",
-        f"--description=dflash run {run}",
+        f"--description=dflash run {run}" + (f" on GPU {','.join(map(str, sorted(gpus)))}" if gpus else ""),
         "--service-type=exec",
         *(word for value in properties for word in ("-p", value)),
         str(paths.entry),

@@ -7,7 +7,7 @@ import signal
 import time
 from typing import Any, List
 
-from dflash_ops.remote import files, status, systemd
+from dflash_ops.remote import files, status, systemd, which
 from dflash_ops.remote.channel import Channel, Refusal
 from dflash_ops.remote.files import RunPaths
 from dflash_ops.remote.protocol import RUN_FAILED, TEMPORARY, CheckpointAnswer, CheckpointRequest
@@ -20,7 +20,7 @@ def main(request: CheckpointRequest, channel: Channel) -> CheckpointAnswer:
 
     Event: {run, asked}.
     """
-    paths = files.find_run(request["root"], request.get("run"))
+    paths = which.find_run(request["root"], request.get("run"), changing=True)
     pid = _main_pid(paths)
     before = _manifests(paths)
     begin = time.monotonic()

@@ -6,7 +6,7 @@ import os
 import re
 from typing import Dict, List, Optional
 
-from dflash_ops.remote import files, protocol, status
+from dflash_ops.remote import files, protocol, status, which
 from dflash_ops.remote.channel import Channel, Refusal
 from dflash_ops.remote.files import RunPaths
 from dflash_ops.remote.protocol import DiffAnswer, DiffRequest, KeptRun
@@ -17,7 +17,7 @@ _MOST = 3 * 1024 * 1024  # bytes of all of them: a frame has a limit
 
 def main(request: DiffRequest, channel: Channel) -> DiffAnswer:
     """What is kept of both runs, and the texts of the files that differ."""
-    runs = [files.find_run(request["root"], name) for name in request["runs"]]
+    runs = [which.find_run(request["root"], name) for name in request["runs"]]
     kept = [_kept(paths) for paths in runs]
     return {"runs": kept, "files": _differing(request["root"], kept)}
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 
-from dflash_ops.remote import files, process
+from dflash_ops.remote import files, process, which
 from dflash_ops.remote.channel import Channel, Refusal
 from dflash_ops.remote.protocol import CONFIGURATION, USAGE, ExecAnswer, ExecRequest
 
@@ -15,7 +15,7 @@ def main(request: ExecRequest, channel: Channel) -> ExecAnswer:
 
     Events: {to: out or err} with data.
     """
-    paths = files.find_run(request["root"], request.get("run"))
+    paths = which.find_run(request["root"], request.get("run"))
     spec = files.read_json(paths.spec)
     if spec is None:
         raise Refusal(CONFIGURATION, "the run %s has no readable spec.json" % paths.run)

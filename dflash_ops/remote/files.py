@@ -8,11 +8,12 @@ import json
 import os
 import re
 import time
-from typing import Any, Dict, Iterator, List, Optional
+from typing import Any, Dict, Iterator, List, Optional, Tuple
 
 from dflash_ops.remote import protocol
 from dflash_ops.remote.channel import Refusal
-from dflash_ops.remote.protocol import CONFIGURATION, RUN_NOT_FOUND, TEMPORARY, USAGE
+from dflash_ops.remote.lines import last_lines
+from dflash_ops.remote.protocol import CONFIGURATION, TEMPORARY, USAGE
 
 RUN_NAME = re.compile(protocol.RUN_NAME + r"\Z")
 ROOT = re.compile(r"(/[A-Za-z0-9._-]+)+\Z")
@@ -77,15 +78,12 @@ def tree_bytes(path: str) -> int:
 
 
 def tail_lines(path: str, lines: int, limit: int = 64 * 1024) -> List[str]:
-    """The last lines of a text file, from at most its last `limit` bytes; empty when there is no file."""
+    """The last lines of a text file, in at most `limit` bytes; empty when there is no file."""
     try:
         with open(path, "rb") as stream:
-            size = os.fstat(stream.fileno()).st_size
-            stream.seek(max(0, size - limit))
-            text = stream.read(limit).decode("utf-8", "backslashreplace")
+            return last_lines(stream, lines, limit)
     except OSError:
         return []
-    return text.splitlines()[-lines:]
 
 
 class RunPaths:
@@ -123,40 +121,37 @@ def checked_root(root: str) -> str:
 
 
 def run_names(root: str) -> List[str]:
-    """All runs, the newest first (by the time that spec.json was written, else the directory's)."""
+    """All runs, the newest first, by what each recorded of itself at its launch.
+
+    Those of the container's present boot come first, by the clock that nobody sets; those of earlier boots follow, by
+    the time of day that each saw. A file's time counts only where a run left nothing else.
+    """
     base = os.path.join(checked_root(root), "runs")
-    found = []
     try:
-        entries = list(os.scandir(base))
+        entries = [entry for entry in os.scandir(base) if RUN_NAME.match(entry.name)]
     except OSError:
         return []
+    found = []
+    with open("/proc/sys/kernel/random/boot_id") as stream:
+        boot = stream.read().strip()
     for entry in entries:
-        if RUN_NAME.match(entry.name) and entry.is_dir(follow_symlinks=False):
-            try:
-                made = os.stat(os.path.join(entry.path, "spec.json")).st_mtime_ns
-            except OSError:
-                try:
-                    made = entry.stat(follow_symlinks=False).st_mtime_ns
-                except OSError:
-                    continue
-            found.append((made, entry.name))
+        if entry.is_dir(follow_symlinks=False):
+            with contextlib.suppress(OSError):
+                found.append((_made(entry, boot), entry.name))
     return [name for _, name in sorted(found, reverse=True)]
 
 
-def newest_run(root: str) -> str:
-    """The newest run. Raises Refusal when there is none."""
-    names = run_names(root)
-    if not names:
-        raise Refusal(RUN_NOT_FOUND, "there is no run in %s" % root, "start one with `dflash launch`", "no-run")
-    return names[0]
-
-
-def find_run(root: str, run: Optional[str]) -> RunPaths:
-    """The named run, or the newest when `run` is None. Raises Refusal when it does not exist."""
-    paths = RunPaths(root, run if run is not None else newest_run(root))
-    if not os.path.isdir(paths.directory):
-        raise Refusal(RUN_NOT_FOUND, "there is no run %s" % paths.run, "`dflash runs` lists them", "no-run")
-    return paths
+def _made(entry: "os.DirEntry[str]", boot: str) -> Tuple[bool, float]:
+    """When a run was made: in this boot or not, and a moment that orders it among the others of its kind."""
+    spec = read_json(os.path.join(entry.path, "spec.json")) or {}
+    created, monotonic = spec.get("created"), spec.get("monotonic")
+    if not isinstance(created, (int, float)):
+        created = entry.stat(follow_symlinks=False).st_mtime
+    if spec.get("boot_id", boot) != boot:
+        return False, float(created)
+    if not isinstance(monotonic, (int, float)):
+        monotonic = time.clock_gettime(time.CLOCK_MONOTONIC) - (time.time() - created)
+    return True, float(monotonic)
 
 
 @contextlib.contextmanager

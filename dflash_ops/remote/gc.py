@@ -10,7 +10,7 @@ import shutil
 import time
 from typing import Iterator, List, Optional, Set
 
-from dflash_ops.remote import files, systemd
+from dflash_ops.remote import files, systemd, which
 from dflash_ops.remote.channel import Channel, PeerGone, Refusal
 from dflash_ops.remote.files import RunPaths
 from dflash_ops.remote.protocol import CONFIGURATION, GcAnswer, GcItem, GcRequest
@@ -61,8 +61,9 @@ def _removable(root: str, request: GcRequest, channel: Channel) -> Iterator[GcIt
         yield _item(paths.directory, "run", "ended %s ago" % _age(now - _ended_at(paths)), channel)
     staying = [run for run in runs if run not in old]
     specs = [files.read_json(RunPaths(root, run).spec) or {} for run in staying]
+    foreign = which.used_by(which.elsewhere(root))
     for folder, key, kind in (("releases", "release", "release"), ("env", "lock", "environment")):
-        used = {str(spec.get(key)) for spec in specs}
+        used = {str(spec.get(key)) for spec in specs} | foreign
         for path, name, age in _entries(os.path.join(root, folder), now):
             if _LEFT_OVER.match(name) and age > _YOUNG_SECONDS:
                 yield _item(path, "leftover", "of something that was cut off", channel)

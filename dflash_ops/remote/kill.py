@@ -7,7 +7,7 @@ import os
 import time
 from typing import Any, Dict, Optional
 
-from dflash_ops.remote import files, gpu, process, status, systemd
+from dflash_ops.remote import files, gpu, process, status, systemd, which
 from dflash_ops.remote.channel import Channel, Refusal
 from dflash_ops.remote.files import RunPaths
 from dflash_ops.remote.protocol import STOP_SECONDS, TEMPORARY, KillAnswer, KillRequest, Wanted
@@ -23,7 +23,7 @@ def main(request: KillRequest, channel: Channel) -> KillAnswer:
 
     Events: {run, state}, {waited}.
     """
-    paths = files.find_run(request["root"], request.get("run"))
+    paths = which.find_run(request["root"], request.get("run"), changing=True)
     unit = systemd.unit_of(paths.unit)
     if systemd.is_over(unit) and not os.path.exists(paths.started):
         # A launch may be under way: between its mkdir and its started.json, which it holds the lock for, there is no

@@ -10,7 +10,7 @@ import shutil
 import time
 from typing import Any, Dict, List, Mapping, Optional
 
-from dflash_ops.remote import files, preflight, process, protocol, status, systemd
+from dflash_ops.remote import files, preflight, process, protocol, status, systemd, which
 from dflash_ops.remote.channel import Channel, Refusal
 from dflash_ops.remote.files import RunPaths
 from dflash_ops.remote.protocol import CONFIGURATION, TEMPORARY, LaunchAnswer, LaunchRequest, Spec
@@ -103,17 +103,15 @@ def _refuse_busy_gpus(root: str, spec: Spec) -> None:
     wanted = _gpus(spec)
     if not wanted:
         return
-    candidates = {}
-    for run in files.run_names(root):
-        other = RunPaths(root, run)
-        if not os.path.exists(other.exit):
-            theirs = _gpus(files.read_json(other.spec) or {}) & wanted
-            if theirs:
-                candidates[other.unit] = (run, theirs)
-    shown = systemd.show_units(sorted(candidates))
-    for unit, (run, theirs) in sorted(candidates.items()):
-        if not systemd.is_over(shown.get(unit, {})):
-            numbers = ", ".join(str(index) for index in sorted(theirs))
+    held = {one.run: one.gpus for one in which.live_runs()}
+    unfinished = [run for run in files.run_names(root) if not os.path.exists(RunPaths(root, run).exit)]
+    shown = systemd.show_units([RunPaths(root, run).unit for run in unfinished])
+    for run in unfinished:  # a unit that systemd does not name may live all the same
+        if run not in held and not systemd.is_over(shown.get(RunPaths(root, run).unit, {})):
+            held[run] = _gpus(files.read_json(RunPaths(root, run).spec) or {})
+    for run, theirs in sorted(held.items()):
+        if theirs & wanted:
+            numbers = ", ".join(str(index) for index in sorted(theirs & wanted))
             raise Refusal(
                 TEMPORARY,
                 "the run %s holds GPU %s" % (run, numbers),
@@ -137,8 +135,14 @@ def _make(paths: RunPaths, request: LaunchRequest, facts: Dict[str, Any]) -> Non
         mode = {"env": 0o600, "entry": 0o755, "on-exit": 0o755}.get(name, 0o644)
         files.write_file(os.path.join(paths.directory, name), request["files"][name].encode("utf-8"), mode)
     files.write_json(paths.facts, facts)
-    files.write_json(paths.spec, dict(request["spec"], created=time.time(), boot_id=systemd.boot_id()))
+    files.write_json(paths.spec, _stamped(request["spec"]))
     files.fsync_directory(os.path.dirname(paths.directory))
+
+
+def _stamped(spec: Spec) -> Dict[str, Any]:
+    """The spec with the moment of its launch, by a clock that nobody sets too: the order of runs stands on it."""
+    monotonic = time.clock_gettime(time.CLOCK_MONOTONIC)
+    return dict(spec, created=time.time(), monotonic=monotonic, boot_id=systemd.boot_id())
 
 
 def _run_unit(paths: RunPaths, argv: List[str]) -> None:

@@ -8,18 +8,20 @@ from __future__ import annotations
 
 import calendar
 import contextlib
+import hashlib
 import os
 import re
 import time
 import zlib
 from typing import BinaryIO, Optional, Tuple
 
-from dflash_ops.remote import files, status
+from dflash_ops.remote import files, status, which
 from dflash_ops.remote.channel import Channel
 from dflash_ops.remote.files import RunPaths
 from dflash_ops.remote.protocol import Cursor, LogsRequest, Snapshot
 
 CHUNK = 256 * 1024
+REWRITTEN = "the log was truncated and written anew; it is shown from its beginning"
 _POLL = 0.25  # seconds between looks at the file
 _UNIT_EVERY = 3.0  # seconds between questions to systemd
 _STAMP = re.compile(rb"(\d{4})-(\d\d)-(\d\d)T(\d\d):(\d\d):(\d\d)(?:\.(\d{1,9}))?Z")
@@ -28,12 +30,13 @@ _STAMP = re.compile(rb"(\d{4})-(\d\d)-(\d\d)T(\d\d):(\d\d):(\d\d)(?:\.(\d{1,9}))
 def main(request: LogsRequest, channel: Channel) -> Snapshot:
     """Send the log.
 
-    request: `root`, `run`; `cursor` {inode, offset} or null to begin; then `lines` (null: all) and `since` (unix
-    seconds; negative: seconds ago; null) say where; `follow` until the run's end, or only what is there.
-    Events: {run}; {at: {inode, offset}} whenever the position is set; {size} with as many bytes from there on, as zlib
-    data; {notice} before the position jumps; {caught_up}. Result: the probe's snapshot, without the GPUs.
+    request: `root`, `run`; `cursor` or null to begin; then `lines` (null: all) and `since` (unix seconds; negative:
+    seconds ago; null) say where; `follow` until the run's end, or only what is there.
+    Events: {run}; {at: {inode, offset}} whenever the position is set; {size, before} with as many bytes from there on,
+    as zlib data, and the hash for the cursor behind them; {notice} before the position jumps; {caught_up}.
+    Result: the probe's snapshot, without the GPUs.
     """
-    paths = files.find_run(request["root"], request.get("run"))
+    paths = which.find_run(request["root"], request.get("run"))
     channel.event(run=paths.run)
     reader = _Reader(paths, channel)
     reader.open(request.get("cursor"), request.get("lines"), request.get("since"))
@@ -66,6 +69,7 @@ class _Reader:
         self._stream: Optional[BinaryIO] = None
         self._inode = 0
         self._offset = 0
+        self._before = ""  # hash of the bytes before the offset
         self._told_gone = False
 
     def open(self, cursor: Optional[Cursor], lines: Optional[int], since: Optional[float]) -> None:
@@ -73,7 +77,12 @@ class _Reader:
         if cursor is not None:
             stream = self._find(cursor["inode"])
             if stream is not None:
-                self._use(stream, cursor["offset"])
+                before = cursor.get("before")
+                if before is not None and before != bytes_before(stream, cursor["offset"]):
+                    self._notice(REWRITTEN)
+                    self._use(stream, 0)
+                else:
+                    self._use(stream, cursor["offset"])
                 return
         stream = self._open_path()
         if stream is None:
@@ -113,16 +122,19 @@ class _Reader:
         """Send everything up to the end of the file."""
         if self._stream is None:
             return
-        if os.fstat(self._stream.fileno()).st_size < self._offset:
-            self._notice("the log was truncated; it is shown from its beginning")
+        size = os.fstat(self._stream.fileno()).st_size
+        # One that was truncated and has grown past our place since then shows it only by what stands before the place.
+        if size < self._offset or (size > self._offset and self._before != bytes_before(self._stream, self._offset)):
+            self._notice(REWRITTEN)
             self._offset = 0
             self._tell()
         while True:
             data = os.pread(self._stream.fileno(), CHUNK, self._offset)
             if not data:
                 return
-            self._channel.event(zlib.compress(data, 1), size=len(data))
             self._offset += len(data)
+            self._before = bytes_before(self._stream, self._offset)
+            self._channel.event(zlib.compress(data, 1), size=len(data), before=self._before)
 
     def _notice(self, text: str) -> None:
         self._channel.event(notice=text)
@@ -135,6 +147,8 @@ class _Reader:
         self._tell()
 
     def _tell(self) -> None:
+        assert self._stream is not None
+        self._before = bytes_before(self._stream, self._offset)
         self._channel.event(at={"inode": self._inode, "offset": self._offset})
 
     def _open_path(self) -> Optional[BinaryIO]:
@@ -155,6 +169,12 @@ class _Reader:
                 if os.stat(place).st_ino == inode:
                     return open(place, "rb", buffering=0)
         return None
+
+
+def bytes_before(stream: BinaryIO, offset: int) -> str:
+    """A hash of up to 256 bytes before a place: the same file at the same place has the same ones for ever."""
+    length = min(256, offset)
+    return hashlib.sha256(os.pread(stream.fileno(), length, offset - length)).hexdigest()[:16]
 
 
 def start_of_last_lines(stream: BinaryIO, size: int, lines: int) -> int:

@@ -100,6 +100,7 @@ class StoredFile(TypedDict):
     size: int
     sha256: str
     executable: bool
+    private: bool
 
 
 class PreflightRequest(Rooted):
@@ -176,10 +177,11 @@ class StatusRequest(OneRun, Wanted, total=False):
 
 
 class Cursor(TypedDict):
-    """A place in a log."""
+    """A place in a log; `before`: the hash of the bytes before it (see `remote.logs`), null: not known."""
 
     inode: int
     offset: int
+    before: Optional[str]
 
 
 class LogsRequest(OneRun):
@@ -229,9 +231,13 @@ class PullRequest(OneRun):
     kept: Dict[str, str]
 
 
-class PushedFile(StoredFile):
+class PushedFile(TypedDict):
     """`path` is empty for a file that is a unit by itself; `mode`: its permissions, null: as its folder's use asks."""
 
+    path: str
+    size: int
+    sha256: str
+    executable: bool
     mode: Optional[int]
 
 

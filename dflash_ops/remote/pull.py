@@ -10,7 +10,7 @@ import os
 import zlib
 from typing import Any, Dict, Iterator, List, Optional, Tuple
 
-from dflash_ops.remote import files, status, systemd
+from dflash_ops.remote import status, systemd, which
 from dflash_ops.remote.channel import Channel, Refusal
 from dflash_ops.remote.files import RunPaths
 from dflash_ops.remote.protocol import CONFIGURATION, TEMPORARY, PullRequest
@@ -28,7 +28,7 @@ def main(request: PullRequest, channel: Channel) -> Dict[str, Any]:
     kept}; then for each file {begin: path, offset}, {size, packed} with data (zlib's if packed)…, {end: path, sha256,
     size} or {vanished: path}. Result: {}. Raises Refusal when there is nothing.
     """
-    paths = files.find_run(request["root"], request.get("run"))
+    paths = which.find_run(request["root"], request.get("run"))
     kept = _kept(paths, request["kept"])
     plan = [(path, size) for path, size in _wanted(paths, request["what"]) if _checkpoint_of(path) not in kept]
     if not (plan or kept):

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from dflash_ops.remote import facts, files, status, systemd
+from dflash_ops.remote import facts, files, status, systemd, which
 from dflash_ops.remote.channel import Channel, Refusal
 from dflash_ops.remote.protocol import CONFIGURATION, TEMPORARY, FactsRequest, OneRun, ResumeAnswer
 
 
 def main(request: OneRun, channel: Channel) -> ResumeAnswer:
     """The spec, the newest checkpoint and the facts of an ended run. Raises Refusal."""
-    paths = files.find_run(request["root"], request["run"])
+    paths = which.find_run(request["root"], request["run"])
     spec = files.read_json(paths.spec)
     if spec is None:
         raise Refusal(CONFIGURATION, "the run %s has no readable spec.json" % paths.run, "launch anew")

@@ -9,7 +9,7 @@ import re
 import time
 from typing import Any, Dict, List, Optional
 
-from dflash_ops.remote import files, gpu, process, systemd
+from dflash_ops.remote import files, gpu, process, systemd, which
 from dflash_ops.remote.channel import Channel, Refusal
 from dflash_ops.remote.files import RunPaths
 from dflash_ops.remote.protocol import SavedCheckpoint, Snapshot, StatusRequest, Wanted
@@ -26,7 +26,7 @@ def main(request: StatusRequest, channel: Channel) -> Snapshot:
 
     With `every`, events: a snapshot each, until the unit is gone.
     """
-    paths = files.find_run(request["root"], request.get("run"))
+    paths = which.find_run(request["root"], request.get("run"))
     every = request.get("every")
     if every is None:
         return snapshot(paths, request)

@@ -84,7 +84,8 @@ def _check(name: str, files: List[StoredFile]) -> None:
         parts = path.split("/")
         if not path or path.startswith("/") or any(part in ("", ".", "..") for part in parts) or "\0" in path:
             raise Refusal(CONFIGURATION, "nothing can be stored at the path %r" % path)
-        line = "%s %d %d %s\n" % (entry["sha256"], bool(entry["executable"]), entry["size"], path)
+        mode = bool(entry["executable"]) + 2 * bool(entry.get("private"))  # older manifests do not tell
+        line = "%s %d %d %s\n" % (entry["sha256"], mode, entry["size"], path)
         digest.update(line.encode("utf-8"))
     if not _NAME.match(name) or digest.hexdigest()[:32] != name:
         raise Refusal(CONFIGURATION, "the manifest is not that of %s" % name)
@@ -105,7 +106,8 @@ def _receive(channel: Channel, package: str, entry: StoredFile) -> None:
             stream.write(chunk)
             left -= len(chunk)
         stream.flush()
-        os.fchmod(stream.fileno(), 0o755 if entry["executable"] else 0o644)
+        mode = 0o755 if entry["executable"] else 0o644
+        os.fchmod(stream.fileno(), mode & 0o700 if entry.get("private") else mode)
         os.fsync(stream.fileno())
     if digest.hexdigest() != entry["sha256"]:
         raise Refusal(TEMPORARY, "%s arrived changed" % entry["path"], "try again", "changed")

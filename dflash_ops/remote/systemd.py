@@ -15,23 +15,25 @@ SHOW_PROPERTIES = (
 )
 
 
-def show_units(units: Sequence[str], timeout: float = 10) -> Dict[str, Dict[str, str]]:
+def show_units(
+    units: Sequence[str], timeout: float = 10, properties: str = SHOW_PROPERTIES
+) -> Dict[str, Dict[str, str]]:
     """`systemctl show` of each unit, one call. Raises Refusal(reason="systemd") when systemd does not answer.
 
     `systemctl show` exits 0 for unknown units; LoadState=not-found must be read before Result.
     """
     if not units:
         return {}
-    done = call(["systemctl", "show", "--property=" + SHOW_PROPERTIES, "--"] + list(units), timeout)
+    done = call(["systemctl", "show", "--property=" + properties, "--"] + list(units), timeout)
     if done.status != 0:
         why = done.error or done.stderr.strip().splitlines()[-1:] or ["no reason given"]
         why = why if isinstance(why, str) else why[0]
         raise Refusal(TEMPORARY, "systemd in the container did not answer: %s" % why, reason="systemd")
     found: Dict[str, Dict[str, str]] = {}
     for block in done.stdout.split("\n\n"):
-        properties = dict(line.split("=", 1) for line in block.splitlines() if "=" in line)
-        if "Id" in properties:
-            found[properties["Id"]] = properties
+        shown = dict(line.split("=", 1) for line in block.splitlines() if "=" in line)
+        if "Id" in shown:
+            found[shown["Id"]] = shown
     return found
 
 

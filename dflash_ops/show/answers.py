@@ -10,6 +10,7 @@ from dflash_ops.text import age, counted, size, visible
 
 if TYPE_CHECKING:
     from dflash_ops.plan.plan import Plan
+    from dflash_ops.plan.release import Release
     from dflash_ops.run.status import Status
     from dflash_ops.verbs.checkpoint import Saved
     from dflash_ops.verbs.env import BuildReport, EnvironmentList, EnvironmentUses
@@ -55,6 +56,18 @@ def show_plan(asked: Plan) -> None:
     ):
         print(f"\n--- {title}")
         print("\n".join(visible(line) for line in text.splitlines()))
+    if asked.release is not None:
+        _show_release(asked.release)
+
+
+def _show_release(release: Release) -> None:
+    """Each file that is shipped with its size, and what is left out."""
+    print(f"\n--- release: {counted(len(release.files), 'file')}, {size(release.total_bytes)}")
+    for file in release.files:
+        print(f"{size(file.size):>10}  {visible(file.path)}")
+    for names, why in ((release.ignored, "git ignores it"), (release.hidden, "hidden")):
+        for name in names:
+            print(f"{'left out':>10}  {visible(name)}  ({why})")
 
 
 def show_kill(report: KillReport) -> None:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
 from typing import Any
 
 from rich.console import Console
 from rich.text import Text
+
+from dflash_ops.text import is_dumb
 
 _MARKS = {"yes": ("✓", "green"), "no": ("×", "red"), "unknown": ("?", "yellow"), "none": ("–", "dim")}
 STATE_STYLES = {
@@ -39,9 +42,17 @@ class _Console(Console):
         raise BrokenPipeError
 
 
+_UNWRAPPED = 1000
+
+
 def console() -> Console:
     """Where answers go. Piped output is not wrapped: a line stays a line for grep."""
-    return _Console(highlight=False, markup=False, emoji=False, width=None if sys.stdout.isatty() else 1000)
+    width, height = None, None  # Rich asks the terminal
+    if not sys.stdout.isatty():
+        width = _UNWRAPPED
+    elif is_dumb():  # Rich would take it for 80 columns
+        width, height = shutil.get_terminal_size((_UNWRAPPED, 25))
+    return _Console(highlight=False, markup=False, emoji=False, width=width, height=height)
 
 
 def mark(answer: str) -> Text:

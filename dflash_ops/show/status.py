@@ -9,7 +9,8 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from rich.console import Group, RenderableType
+from rich.cells import cell_len
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.live import Live
 from rich.table import Table
 from rich.text import Text
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
     from dflash_ops.run.status import Status
 
 _BARS = "▁▂▃▄▅▆▇█"
+_GPU_COLUMNS = ("GPU", "ROLE", "UTILISATION", "MEMORY", "POWER", "TEMP", "")  # the last one is a note
+_LEAST_WANTED = ("TEMP", "POWER", "MEMORY", "ROLE")
 _BAD = ("failed", "lost", "stalled")
 
 
@@ -82,11 +85,13 @@ def log_line(log: LogReading) -> str:
             return reason
 
 
-def gpu_line(gpu: GpuReading) -> str:
-    """What nvidia-smi says, in one line."""
+def gpu_line(gpu: GpuReading, roles: GpuRoles | None = None) -> str:
+    """What nvidia-smi says, in one line; with the roles of a run, also that it should see GPUs and does not."""
     match gpu:
-        case GpuNone():
-            return "none in this container"
+        case GpuNone(reason=reason):
+            line = f"none in this container{f' ({reason})' if reason else ''}"
+            wanted = ", ".join(map(str, roles.all)) if roles is not None else ""
+            return f"{line}, though the run uses GPU {wanted}" if wanted else line
         case GpuUnknown(reason=reason, cure=cure):
             return f"{reason} ({cure})" if cure else reason
         case GpuDevices(devices=devices):
@@ -116,15 +121,31 @@ def _gauge(share: float, width: int = 10) -> str:
     return "█" * full + "░" * (width - full)
 
 
-def gpu_table(gpu: GpuDevices, roles: GpuRoles) -> Table:
-    """One row a GPU, those of the run first, by role."""
-    table = Table(box=None, pad_edge=False, header_style="dim")
-    for name in ("GPU", "ROLE", "UTILISATION", "MEMORY", "POWER", "TEMP", ""):
-        table.add_column(name)
-    order = sorted(gpu.devices, key=lambda device: (not role_of(device.index, roles), device.index))
-    for device in order:
-        table.add_row(*_gpu_row(device, roles), style="" if role_of(device.index, roles) or not roles.all else "dim")
-    return table
+class GpuTable:
+    """One row a GPU, those of the run first, by role. Columns that do not fit are left out whole, and `…` says so."""
+
+    def __init__(self, gpu: GpuDevices, roles: GpuRoles) -> None:
+        order = sorted(gpu.devices, key=lambda device: (not role_of(device.index, roles), device.index))
+        self._rows = [dict(zip(_GPU_COLUMNS, _gpu_row(device, roles), strict=True)) for device in order]
+        self._styles = ["" if role_of(device.index, roles) or not roles.all else "dim" for device in order]
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        shown = list(_GPU_COLUMNS)
+        for name in _LEAST_WANTED:
+            if sum(map(self._width, shown)) - 2 > options.max_width:
+                shown.remove(name)
+        table = Table(box=None, pad_edge=False, header_style="dim")
+        for name in shown:
+            missing = not name and len(shown) < len(_GPU_COLUMNS)
+            table.add_column("…" if missing else name, no_wrap=bool(name), overflow="fold")
+        for row, style in zip(self._rows, self._styles, strict=True):
+            table.add_row(*(row[name] for name in shown), style=style)
+        yield table
+
+    def _width(self, name: str) -> int:
+        """Of a column with its gap; a note may be folded between its words."""
+        cells = [str(row[name]) for row in self._rows]
+        return 2 + max(map(cell_len, ["…", name, *(cells if name else " ".join(cells).split())]))
 
 
 def progress_line(progress: Progress, *, over: bool) -> Text:
@@ -171,7 +192,8 @@ def status_view(status: Status, *, lines: int | None = None) -> RenderableType:
     over = status.verdict.finished  # then a unit that is gone and a log that is silent are as they should be
     table.add_row("unit", mark("none" if over else status.unit.answer), Text(unit_line(status.unit)))
     table.add_row("log", mark("none" if over else status.log.answer), Text(log_line(status.log)))
-    table.add_row("gpu", mark(status.gpu.answer), Text(gpu_line(status.gpu)))
+    missing = isinstance(status.gpu, GpuNone) and bool(status.roles.all) and not over
+    table.add_row("gpu", mark("no" if missing else status.gpu.answer), Text(gpu_line(status.gpu, status.roles)))
     if status.progress is not None:
         table.add_row("step", "", progress_line(status.progress, over=over))
         workers = _workers_line(status.progress)
@@ -195,7 +217,7 @@ def status_view(status: Status, *, lines: int | None = None) -> RenderableType:
         table.add_row("record", mark("unknown"), Text(f"{name} is damaged"))
     parts: list[RenderableType] = [head, table]
     if isinstance(status.gpu, GpuDevices):
-        parts.append(gpu_table(status.gpu, status.roles))
+        parts.append(GpuTable(status.gpu, status.roles))
     shown = (12 if status.state in _BAD else 0) if lines is None else lines
     if shown and isinstance(status.log, LogFresh | LogSilent) and status.log.lines:
         parts.append(Text("\n".join(f"  │ {line}" for line in status.log.lines[-shown:]), style="dim"))

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from rich.cells import cell_len
+from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
@@ -11,32 +13,62 @@ from dflash_ops.show.console import STATE_STYLES, console, mark
 from dflash_ops.text import age
 
 if TYPE_CHECKING:
+    from dflash_ops.run.status import Status
     from dflash_ops.verbs.candidates import Initialized
     from dflash_ops.verbs.diff import Comparison
     from dflash_ops.verbs.doctor import Diagnosis
     from dflash_ops.verbs.runs import Runs
 
 
-def runs_table(answer: Runs) -> Table:
-    """One row a run."""
+_COLUMNS = ("RUN", "STATE", "UNIT", "LOG", "GPU", "STEP", "LOSS", "AGE", "REASON")
+_LEAST_REASON = 20  # columns of a reason that say something
+
+
+def runs_view(answer: Runs, width: int) -> RenderableType:
+    """One row a run; where the rows would not fit into `width` columns, a few lines a run. No figure is ever cut."""
+    rows = [_cells(run) for run in answer.runs]
+    longest = [max(map(cell_len, (name, *(row[name].plain for row in rows)))) for name in _COLUMNS]
+    longest[-1] = min(longest[-1], _LEAST_REASON)
+    if sum(longest) + 2 * (len(longest) - 1) > width:
+        return Group(*(_block(row) for row in rows))
     table = Table(box=None, pad_edge=False, header_style="dim")
-    for name in ("RUN", "STATE", "UNIT", "LOG", "GPU", "STEP", "LOSS", "AGE", "REASON"):
-        table.add_column(name, no_wrap=name != "REASON", overflow="fold")
-    for run in answer.runs:
-        done = run.verdict.finished
-        step, loss = "", ""
-        if run.progress is not None:
-            last = run.progress.last
-            step = last.of_total
-            loss = "" if last.loss is None else f"{last.loss:.3f}"
-        marks = [Text("")] * 3 if done else [mark(probe.answer) for probe in (run.unit, run.log, run.gpu)]
-        begun = run.asked.launched.epoch if run.asked is not None else None
-        since = "" if begun is None else age(run.now.epoch - begun)
-        state = Text(run.state, style=STATE_STYLES[run.state])
+    for name in _COLUMNS:
+        table.add_column(name, no_wrap=True)
+    for row in rows:
         # A line a run: what is cut off here, `dflash status` says.
-        reason = Text(run.reason, style="dim" if done else "", no_wrap=True, overflow="ellipsis")
-        table.add_row(run.run, state, *marks, step, loss, since, reason)
+        row["REASON"].no_wrap, row["REASON"].overflow = True, "ellipsis"
+        table.add_row(*row.values())
     return table
+
+
+def _cells(run: Status) -> dict[str, Text]:
+    """What is said of a run, by column."""
+    done = run.verdict.finished
+    last = run.progress.last if run.progress is not None else None
+    marks = [Text("")] * 3 if done else [mark(probe.answer) for probe in (run.unit, run.log, run.gpu)]
+    begun = run.asked.launched.epoch if run.asked is not None else None
+    cells = (
+        Text(run.run),
+        Text(run.state, style=STATE_STYLES[run.state]),
+        *marks,
+        Text(last.of_total if last is not None else ""),
+        Text(f"{last.loss:.3f}" if last is not None and last.loss is not None else ""),
+        Text("" if begun is None else age(run.now.epoch - begun)),
+        Text(run.reason, style="dim" if done else ""),
+    )
+    return dict(zip(_COLUMNS, cells, strict=True))
+
+
+def _block(row: dict[str, Text]) -> Text:
+    """A run on lines of its own: its name, what is known of it, and the reason."""
+    lines = [row["RUN"]]
+    facts = [
+        row["STATE"],
+        *(Text.assemble((name.lower(), "dim"), " ", row[name]) for name in _COLUMNS[2:-1] if row[name]),
+    ]
+    lines.append(Text("  ").join(facts))
+    lines.append(row["REASON"])
+    return Text("\n  ", overflow="fold").join(line for line in lines if line)
 
 
 def show_runs(answer: Runs) -> None:
@@ -45,7 +77,7 @@ def show_runs(answer: Runs) -> None:
     if not answer.runs:
         screen.print(f"no run on {answer.container} yet; `dflash launch` starts one")
         return
-    screen.print(runs_table(answer))
+    screen.print(runs_view(answer, screen.width))
     if answer.total > len(answer.runs):
         screen.print(Text(f"{answer.total - len(answer.runs)} older not shown (-n shows more)", style="dim"))
 

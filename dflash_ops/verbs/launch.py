@@ -105,6 +105,10 @@ def execute(session: Session, asked: Plan, replace: bool = False) -> LaunchRepor
 
 def _prepare(session: Session, asked: Plan) -> None:
     """Check the container; bring there what it lacks."""
+    if asked.release is not None and asked.release.hidden:
+        named = ", ".join(visible(name, 80) for name in asked.release.hidden[:8])
+        more = f" and {len(asked.release.hidden) - 8} more" if len(asked.release.hidden) > 8 else ""
+        session.say(f"left out of the release: {named}{more} (hidden; `include` of the job ships them)")
     session.say(f"checking {session.container_name}")
     locked = asked.interpreter.lock is not None
     request: PreflightRequest = {

@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from typing import Any, TextIO
 
 from dflash_ops.errors import UsageError
+from dflash_ops.remote.lines import last_segment
 from dflash_ops.remote.protocol import Cursor, LogsRequest
-from dflash_ops.run.probes.log import last_segment
 from dflash_ops.run.record import check_run_name
 from dflash_ops.run.status import Status
-from dflash_ops.text import decoded, visible
+from dflash_ops.text import decoded, fitted, is_dumb, visible
 from dflash_ops.transport.base import BadAnswer, result_of
 from dflash_ops.verbs.reconnect import lasting
 from dflash_ops.verbs.session import Session
@@ -22,6 +22,7 @@ from dflash_ops.verbs.status import describe
 
 _LARGEST_PIECE = 4 * 1024 * 1024  # of one frame, unpacked: a hostile remote must not fill our memory
 _LONGEST_LINE = 1024 * 1024  # a longer one is shown in pieces
+_NULS = re.compile(rb"\0{16,}")
 _PLAIN = bytes(range(0x20, 0x7F)) + b"\t\n"
 
 
@@ -110,15 +111,17 @@ class Folder:
 
 
 def _shown(line: bytes) -> str:
+    # A file that was truncated under its writer has a hole there, megabytes of NULs long.
+    line = _NULS.sub(lambda hole: f"[{len(hole[0])} NUL bytes]".encode(), line)
     return visible(last_segment(decoded(line)))
 
 
 class _Screen:
-    """Where the text goes: lines are written once; on a terminal an unfinished one is redrawn in place."""
+    """Where the text goes: lines are written once; on a terminal that can, an unfinished one is redrawn in place."""
 
     def __init__(self, out: TextIO) -> None:
         self._out = out
-        self._terminal = out.isatty()
+        self._terminal = out.isatty() and not is_dumb()
         self._drawn = False
 
     def write(self, text: str) -> None:
@@ -130,7 +133,8 @@ class _Screen:
         """Show an unfinished line until the next call of anything."""
         if self._terminal and (partial or self._drawn):
             self.clear()
-            self._out.write(partial[: shutil.get_terminal_size().columns - 1])
+            # A row that wrapped would leave a part of itself behind when it is cleared.
+            self._out.write(fitted(partial, shutil.get_terminal_size().columns - 1))
             self._drawn = bool(partial)
         self._out.flush()
 
@@ -162,6 +166,7 @@ class _View:
         self._screen = screen
         self._run = options.run
         self._cursor: tuple[int, int] | None = None
+        self._before: str | None = None  # the hash of what stands before it
         self._begun = False  # the place where `lines` and `since` begin was found
         self._jump = True  # the next position need not follow from the last one
         self._folder = Folder(options.grep)
@@ -173,7 +178,7 @@ class _View:
         """What to ask for on the next connection."""
         cursor: Cursor | None = None
         if self._cursor is not None:
-            cursor = {"inode": self._cursor[0], "offset": self._cursor[1]}
+            cursor = {"inode": self._cursor[0], "offset": self._cursor[1], "before": self._before}
         first = not self._begun
         return {
             "root": self._session.root,
@@ -198,9 +203,11 @@ class _View:
                 if not self._jump and self._cursor not in (None, (inode, offset)):
                     raise BadAnswer("the log came out of order; nothing more of it is shown", "run the command again")
                 self._cursor, self._jump, self._begun = (inode, offset), False, True
+                self._before = None
             case {"data": bytes(data), "size": int(size)} if self._cursor is not None:
                 self._show(self._folder.feed(_unpacked(data, size)))
                 self._cursor = (self._cursor[0], self._cursor[1] + size)
+                self._before = event.get("before") if isinstance(event.get("before"), str) else None
                 self._screen.draw(self._folder.partial() if self._held is None else "")
             case {"caught_up": True}:
                 self._begun = True
@@ -223,7 +230,7 @@ class _View:
         if self._held is None:
             self._screen.write(text)
         else:
-            self._held.extend(text.splitlines(keepends=True))
+            self._held.extend(line + "\n" for line in text.split("\n")[:-1])
 
 
 def _unpacked(data: bytes, size: int) -> bytes:

@@ -98,7 +98,8 @@ def plan_resume(session: Session, old: RunSpec, directory: str, options: ResumeO
     release = None
     if options.current_code:
         job = _job(session, old)
-        release = pack(inventory.resolve(job.source) if job is not None and job.source else trainer_source())
+        source = inventory.resolve(job.source) if job is not None and job.source else trainer_source()
+        release = pack(source, job.include if job is not None else ())
     config = changed(old.config, options.set)
     # Only the trainer that stands here can be asked, and only what is new needs it.
     if options.set and (release.name if release is not None else old.release) == pack(trainer_source()).name:

@@ -10,7 +10,7 @@ import pytest
 
 from dflash_ops.inventory.load import load_inventory
 from dflash_ops.inventory.models import Inventory
-from dflash_ops.remote import systemd
+from dflash_ops.remote import systemd, which
 from dflash_ops.transport.local import local_transport
 from dflash_ops.verbs import reconnect
 from dflash_ops.verbs.session import Session
@@ -35,7 +35,10 @@ def container(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Container:
     found = Container(tmp_path / "root")
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     monkeypatch.setattr(systemd, "boot_id", lambda: BOOT)
-    monkeypatch.setattr(systemd, "show_units", lambda units, timeout=10: {unit: found.units[unit] for unit in units})
+    monkeypatch.setattr(
+        systemd, "show_units", lambda units, timeout=10, properties="": {unit: found.units[unit] for unit in units}
+    )
+    monkeypatch.setattr(which, "live_runs", found.live_runs)
     monkeypatch.setattr(reconnect.time, "sleep", lambda seconds: None)
     return found
 

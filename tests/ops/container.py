@@ -10,6 +10,7 @@ from typing import Any
 
 from rich.console import Console
 
+from dflash_ops.remote import systemd, which
 from dflash_ops.verbs.session import Session
 from tests.ops.evidence import BOOT, INVENTORY, INVOCATION
 from tests.ops.inprocess import InProcess
@@ -77,6 +78,18 @@ class Container:
         ]
         if lines:
             (folder / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+
+    def live_runs(self) -> list[which.LiveRun]:
+        """What `which.live_runs` finds: the units that are not over, with the GPUs of their specs."""
+        found = []
+        for unit, properties in self.units.items():
+            if not systemd.is_over(properties):
+                run = unit.removeprefix("dflash-").removesuffix(".service")
+                folder = properties.get("directory", str(self.root / "runs" / run))
+                described = {"Description": properties.get("Description", "")}
+                pid = int(properties.get("MainPID", "0"))
+                found.append(which.LiveRun(run, unit, folder, which._gpus(described, folder), pid))
+        return found
 
     def session(self, **options: Any) -> Session:
         return Session(INVENTORY, "lab", InProcess(self.root, **options), str(self.root), quiet=True)

@@ -57,6 +57,26 @@ def test_a_dry_run_shows_all_but_the_secrets_and_connects_to_nothing(folder: Pat
     assert json.loads(done.stdout)["spec"]["config"] == {"a": 1}
 
 
+def test_a_dry_run_lists_the_files_that_are_shipped_and_those_that_are_not(folder: Path) -> None:
+    package = folder / "package"
+    (package / ".gitignore").write_text("*.log\n")
+    (package / ".env").write_text("x")
+    (package / "a.log").write_text("x")
+    (package / "weights.bin").write_bytes(b"x" * 2048)
+    done = dflash(folder, "launch", "--dry-run")
+    listed = [line.split(maxsplit=2) for line in done.stdout.split("--- release: ")[1].splitlines()]
+    assert listed == [
+        ["2", "files,", "2.0 KiB"],
+        ["0", "B", "__main__.py"],
+        ["2.0", "KiB", "weights.bin"],
+        ["left", "out", "a.log  (git ignores it)"],
+        ["left", "out", ".env  (hidden)"],
+    ]
+    told = json.loads(dflash(folder, "launch", "--dry-run", "--json").stdout)["release"]
+    assert [(file["path"], file["size"]) for file in told["files"]] == [("__main__.py", 0), ("weights.bin", 2048)]
+    assert (told["hidden"], told["ignored"]) == ([".env"], ["a.log"])
+
+
 def test_help_loads_nothing_heavy() -> None:
     code = (
         "import sys; sys.argv = ['dflash', '--help']\n"

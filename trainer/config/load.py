@@ -13,6 +13,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 from trainer.config.sections import RENAMED_KEYS, RunConfig
+from trainer.core_schema import CoreLoader, not_finite, read_value
 
 
 class ConfigError(Exception):
@@ -26,10 +27,10 @@ def load(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
         ConfigError: unreadable file, unknown key, missing or impossible value; says where and what to write instead.
     """
     try:
-        loader = yaml.SafeLoader(path.read_text(encoding="utf-8"))
+        loader = CoreLoader(path.read_text(encoding="utf-8"))
         root = loader.get_single_node()
         if root is not None:
-            _refuse_duplicates(path, root)
+            _refuse_unclear(path, root)
         values = None if root is None else loader.construct_document(root)
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror}") from error
@@ -39,7 +40,7 @@ def load(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
         raise ConfigError(f"{where} is not YAML: {error.problem}") from error
     except RecursionError as error:
         raise ConfigError(f"{path} has an alias that holds itself") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:  # bytes or characters that no text has
+    except (yaml.YAMLError, ValueError) as error:  # bytes or characters that no text has, numbers of 5000 digits
         raise ConfigError(f"{path} is not YAML: {str(error).splitlines()[0]}") from error
     if root is None or not isinstance(values, dict):
         raise ConfigError(f"{path} must be a mapping with the sections {', '.join(RunConfig.model_fields)}")
@@ -64,9 +65,13 @@ def apply_overrides(values: dict[str, Any], overrides: Sequence[str]) -> dict[st
         if not equals or not all(keys):
             raise ConfigError(f"{override!r} is not an override; write section.field=value, as in optimizer.lr=1e-4")
         try:
-            value = yaml.safe_load(text)
+            value = read_value(text)
         except yaml.YAMLError as error:
             raise ConfigError(f"the value of override {override!r} is not YAML") from error
+        except ValueError as error:
+            raise ConfigError(f"override {name.strip()}: {error}") from error
+        except RecursionError as error:
+            raise ConfigError(f"the value of override {override!r} holds itself") from error
         section = result
         for key in keys[:-1]:
             inner = section.get(key)
@@ -76,8 +81,8 @@ def apply_overrides(values: dict[str, Any], overrides: Sequence[str]) -> dict[st
     return result
 
 
-def _refuse_duplicates(path: Path, node: yaml.Node) -> None:
-    """YAML would quietly take the last of two equal keys."""
+def _refuse_unclear(path: Path, node: yaml.Node, where: tuple[str, ...] = ()) -> None:
+    """Refuse equal keys, of which YAML would quietly take the last, and numbers that are not finite."""
     if isinstance(node, yaml.MappingNode):
         seen: set[str] = set()
         for key, value in node.value:
@@ -88,7 +93,13 @@ def _refuse_duplicates(path: Path, node: yaml.Node) -> None:
                     f"{path} line {key.start_mark.line + 1}: {key.value} appears twice; delete one of them"
                 )
             seen.add(key.value)
-            _refuse_duplicates(path, value)
+            _refuse_unclear(path, value, (*where, key.value))
+    elif isinstance(node, yaml.SequenceNode):
+        for index, item in enumerate(node.value):
+            _refuse_unclear(path, item, (*where, str(index)))
+    elif not_finite(node):
+        line = node.start_mark.line + 1
+        raise ConfigError(f"{path} line {line}: {'.'.join(where)}: {node.value} is not a finite number")
 
 
 def _sentence(path: Path, root: yaml.Node, set_paths: set[str], problem: ErrorDetails) -> str:

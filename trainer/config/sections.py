@@ -9,13 +9,20 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
+
+from trainer.core_schema import no_boolean_as_number
 
 
 class Section(BaseModel):
-    """A frozen section that refuses unknown keys."""
+    """A frozen section that refuses unknown keys, and numbers that are none."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _numbers_are_numbers(cls, value: object, info: ValidationInfo) -> object:
+        return no_boolean_as_number(value, cls.model_fields[str(info.field_name)].annotation)
 
 
 class TargetConfig(Section):
@@ -89,6 +96,11 @@ class DataConfig(Section):
         None, ge=3, description="Longer documents lose what lies behind; default: sequence_length"
     )
     epochs: int = Field(6, ge=1, description="Passes over the documents; anchors are drawn anew in each")
+    max_skipped_rows: int = Field(
+        10,
+        ge=0,
+        description="Rows that may be skipped because the target's features are not finite; one more ends the run",
+    )
     cache_dir: Path | None = Field(None, description="Folder of tokenised documents; default: beside the first source")
     seed: int = Field(0, ge=0, description="Seed of document order and anchors")
 
@@ -133,16 +145,28 @@ class OptimizerConfig(Section):
     min_lr_ratio: float = Field(0.1, ge=0, le=1, description="Final learning rate as a share of the peak")
     gradient_accumulation_steps: int = Field(1, ge=1, description="Rows per drafter and optimizer step")
     max_steps: int | None = Field(None, ge=1, description="Stop after this many optimizer steps; default: all epochs")
+    on_schedule_change: Literal["refuse", "keep", "adopt"] = Field(
+        "refuse",
+        description="When a resumed run's length changed so that its learning rate would jump: refuse; keep: go on "
+        "along the checkpoint's schedule, then at its last rate; adopt: take this run's schedule, with the jump",
+    )
 
 
 class PipelineConfig(Section):
     """Devices, queues and compilation."""
 
     targets: list[str] = Field(
-        default_factory=lambda: ["cuda:0"], description="Devices that run the target; cuda alone is cuda:$LOCAL_RANK"
+        default_factory=lambda: ["cuda:0"],
+        min_length=1,
+        description="Devices that run the target; cuda alone is cuda:$LOCAL_RANK",
     )
     drafters: list[str] = Field(
-        default_factory=lambda: ["cuda:0"], description="Devices that train a drafter; may repeat and may name targets"
+        default_factory=lambda: ["cuda:0"],
+        min_length=1,
+        description="Devices that train a drafter; may repeat and may name targets",
+    )
+    stop_seconds: float = Field(
+        20, gt=0, description="Seconds that a stop waits for the step to end; then the last finished step is saved"
     )
     queue_depth: int = Field(2, ge=1, description="Rows that may wait between two workers")
     mode: Literal["graph", "compiled", "eager"] = Field(
@@ -159,6 +183,11 @@ class CheckpointConfig(Section):
     """When to save and what to keep."""
 
     every: int = Field(1000, ge=1, description="Optimizer steps between checkpoints")
+    minutes: float | None = Field(
+        15,
+        gt=0,
+        description="Also save when this many minutes have passed since the last checkpoint; null: by steps only",
+    )
     keep_last: int = Field(3, ge=1, description="Newest checkpoints that are kept")
     keep_best: bool = Field(True, description="Also keep the one with the longest expected accepted length")
 

@@ -168,6 +168,10 @@ class RowSource:
             anchor_valid=torch.arange(self._anchors) < len(found),
         )
 
+    def documents(self, number: int) -> list[int]:
+        """Numbers of the documents in row `number`, ascending; 0 is the first of those that can be trained on."""
+        return sorted(self._members(*divmod(number, self._layout.rows)).tolist())
+
     def _members(self, epoch: int, place: int) -> Int64:
         """Documents of the row at `place` of an epoch."""
         by_length, row_order = self._epoch_order(epoch)

@@ -11,7 +11,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -20,9 +20,11 @@ from torch import Tensor
 from trainer.drafter.config import DrafterConfig
 from trainer.exchange.reduce import GradientExchange
 from trainer.pipeline.shared import FeatureBuffer, Shared
+from trainer.pipeline.skipped import SkippedRows
+from trainer.pipeline.threads import working_on
 from trainer.pipeline.types import StepReport, TrainState
 from trainer.pipeline.worker import Worker
-from trainer.step.optim import schedule_multiplier
+from trainer.step.optim import Schedule
 from trainer.step.step import DrafterStep, StepNumbers
 
 log = logging.getLogger(__name__)
@@ -44,7 +46,18 @@ class _Pending:
     step: int
     epoch: int
     host: Tensor
+    rows: list[int]
+    finite: Tensor  # [rows] on the host: were the target's features of the row?
     done: torch.cuda.Event | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Update:
+    """What tells from outside whether a step's update has begun and is done on the device."""
+
+    step: int
+    begun: torch.cuda.Event
+    done: torch.cuda.Event
 
 
 class DrafterWorker(Worker):
@@ -58,16 +71,20 @@ class DrafterWorker(Worker):
         *,
         drafter_config: DrafterConfig,
         weights: Mapping[str, Tensor],
-        moments: Mapping[str, Tensor] | None,
+        start: TrainState | None,
+        schedule: Schedule,
         embedding: Tensor,
         head: Tensor,
         exchange: GradientExchange,
         statistics: Callable[[], dict[str, Any]],
+        skipped: SkippedRows,
     ) -> None:
-        """Args: weights and moments [CPU]: the state to start from; moments None: a fresh optimizer."""
+        """Args: weights [CPU]: to start from; start: with the optimizer's state, None: a fresh optimizer."""
         super().__init__(f"drafter {shared.plan.first + number}", shared, device)
         self._number = number
-        self._drafter_config, self._weights, self._moments = drafter_config, weights, moments
+        self._drafter_config, self._weights = drafter_config, weights
+        self._moments = start.optimizer if start is not None else None
+        self._schedule, self._skipped = schedule, skipped
         self._embedding, self._head = embedding, head
         self._exchange = exchange
         self._statistics = statistics
@@ -81,6 +98,9 @@ class DrafterWorker(Worker):
         self._saved_step = shared.plan.start_step  # handed over, if not yet written
         self._sums: Tensor | None = None  # of the steps since
         self._updating = False
+        self._updates: deque[_Update] = deque(maxlen=RUN_AHEAD + 2)  # on CUDA
+        self._tokens = start.tokens if start is not None else 0  # of the steps that are settled
+        self._last_save = time.monotonic()
         self.step = shared.plan.start_step
         self._drafter_step: DrafterStep
 
@@ -97,13 +117,18 @@ class DrafterWorker(Worker):
                 total_steps=self.shared.plan.total_steps,
                 weights=self._weights,
             )
+            plan = self.shared.plan
+            step.optimizer.set_multipliers([self._multiplier(number) for number in range(1, plan.total_steps + 1)])
             if self._moments is not None:
                 step.optimizer.load_state_dict(self._moments)
             step.prepare(turn)
         self._drafter_step = step
         self._weights, self._moments = {}, None
         depth = self.shared.deliveries[self._number].depth
-        self.shared.buffers[self._number] = [FeatureBuffer(*step.feature_buffers()) for _ in range(depth)]
+        self.shared.buffers[self._number] = [
+            FeatureBuffer(*step.feature_buffers(), torch.ones((), dtype=torch.bool, device=self.device))
+            for _ in range(depth)
+        ]
         if self.stream is not None:  # targets write there from streams of their own
             self.stream.synchronize()
 
@@ -111,14 +136,13 @@ class DrafterWorker(Worker):
 
     def work(self) -> None:
         self._exchange.connect()
-        self._last_settled = time.monotonic()
-        every = self.shared.config.checkpoint.every
+        self._last_settled = self._last_save = time.monotonic()
         try:
             while self.step < self._stop_after:
                 self._one_step()
                 while len(self._pending) >= self._lag:
                     self._settle()
-                if self._saves and (self.step % every == 0 or self.shared.checkpoint_requested.is_set()):
+                if self._saves and self._is_time_to_save():
                     self.shared.checkpoint_requested.clear()
                     self._save()
             while self._pending:
@@ -135,6 +159,8 @@ class DrafterWorker(Worker):
         step = self._drafter_step
         ring = self.shared.deliveries[self._number]
         tokens = anchors = epoch = 0
+        rows: list[int] = []
+        finite: list[Tensor] = []
         for _ in range(self.shared.plan.gradient_accumulation_steps):
             taken = ring.take()
             assert taken is not None, "the plan has rows for every step"
@@ -143,26 +169,39 @@ class DrafterWorker(Worker):
                 self.stream.wait_event(delivery.ready)
             prepared, buffer = delivery.prepared, delivery.buffer
             with self.meter.busy(rows=1):
-                step.load(prepared.row, buffer.hidden, buffer.last_hidden)
+                finite.append(buffer.finite.clone())
+                valid = prepared.row.anchor_valid.to(self.device, non_blocking=True) & finite[-1]
+                step.load(replace(prepared.row, anchor_valid=valid), buffer.hidden, buffer.last_hidden)
                 if self.stream is not None:
                     buffer.read = self.stream.record_event()
                 ring.release(k)
                 step.accumulate(prepared.valid_slots)
+            rows.append(prepared.row.number)
             tokens, anchors, epoch = tokens + prepared.tokens, anchors + prepared.anchors, prepared.row.epoch
         step.note(tokens=tokens, anchors=anchors, stop=self.shared.stop_requested.is_set())
         self._exchange.all_reduce(step.exchanged)
         with self.meter.busy():
-            self._updating = True
-            step.update()
-            self._updating = False
-        self.step += 1
-        host = torch.empty_like(step.result, device="cpu", pin_memory=self.stream is not None)
-        host.copy_(step.result, non_blocking=True)
+            self._update()
+        host, host_finite = self._to_host(step.result), self._to_host(torch.stack(finite))
         done = None
         if self.stream is not None:
             done = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
             done.record(self.stream)
-        self._pending.append(_Pending(self.step, epoch, host, done))
+        self._pending.append(_Pending(self.step, epoch, host, rows, host_finite, done))
+
+    def _update(self) -> None:
+        """Apply the gradients; notes where it begins and ends, for `copy_finished_state`."""
+        begun = self.stream.record_event() if self.stream is not None else None
+        self._updating = True
+        self._drafter_step.update()
+        self.step += 1
+        self._updating = False
+        if self.stream is not None and begun is not None:
+            self._updates.append(_Update(self.step, begun, self.stream.record_event()))
+
+    def _to_host(self, tensor: Tensor) -> Tensor:
+        host = torch.empty_like(tensor, device="cpu", pin_memory=self.stream is not None)
+        return host.copy_(tensor, non_blocking=True)
 
     def _settle(self) -> None:
         """Wait for the oldest step under way, look at its numbers, and report them."""
@@ -170,6 +209,10 @@ class DrafterWorker(Worker):
         if pending.done is not None:
             pending.done.synchronize()
         numbers = self._drafter_step.read(pending.host)
+        self._tokens += numbers.tokens
+        for row, finite in zip(pending.rows, pending.finite.tolist(), strict=True):
+            if not finite:
+                self._skipped.add(row)
         loss = numbers.summary["loss"]
         assert isinstance(loss, float)
         supervised = bool(numbers.sums[1] != 0)  # without any weight there is no mean, and nothing wrong either
@@ -195,7 +238,7 @@ class DrafterWorker(Worker):
             epoch=pending.epoch,
             loss=summary["loss"],
             grad_norm=numbers.grad_norm,
-            lr=optimizer.lr * schedule_multiplier(pending.step - 1, plan.total_steps, optimizer),
+            lr=optimizer.lr * self._multiplier(pending.step),
             accept_length=summary["accept_length"],
             slot_accuracy=summary["slot_accuracy"],
             sums=numbers.sums,
@@ -205,9 +248,20 @@ class DrafterWorker(Worker):
             tokens_per_second=numbers.tokens / seconds,
             anchors_per_second=numbers.anchors / seconds,
             workers=self._statistics(),
+            skipped_rows=self._skipped.count,
         )
 
+    def _multiplier(self, step: int) -> float:
+        """Learning rate of a step, 1 for the first, as a share of the peak."""
+        row = max(0, self.shared.plan.row_after(step - 1))  # steps before a resumed run's first one are never asked for
+        return self._schedule.multiplier(row, self.shared.config.optimizer)
+
     # ---------------------------------------------------------------------------------------------------- checkpoints
+
+    def _is_time_to_save(self) -> bool:
+        wishes = self.shared.config.checkpoint
+        due = wishes.minutes is not None and time.monotonic() - self._last_save >= 60 * wishes.minutes
+        return due or self.step % wishes.every == 0 or self.shared.checkpoint_requested.is_set()
 
     def _save(self) -> None:
         """Hand the state to the checkpoint thread; waits while it still writes an older one."""
@@ -220,13 +274,48 @@ class DrafterWorker(Worker):
         self._sums = None
         self._saved += 1
         self._saved_step = self.step
+        self._last_save = time.monotonic()
 
     def _state(self) -> TrainState:
         if self.stream is not None:  # what hangs on the device hangs here, before anyone has patience
             self.stream.synchronize()
         self.saving.set()
         weights, moments = self._drafter_step.copy_state()
-        return TrainState(self.step, weights, moments)
+        return self._train_state(self.step, weights, moments)
+
+    def _train_state(self, step: int, weights: Mapping[str, Tensor], moments: Mapping[str, Tensor]) -> TrainState:
+        pending = sum(self._drafter_step.read(each.host).tokens for each in list(self._pending) if each.step <= step)
+        row = self.shared.plan.row_after(step)
+        return TrainState(step, weights, moments, row, self._tokens + pending, self._schedule)
+
+    def copy_finished_state(self) -> tuple[TrainState, Tensor | None] | None:
+        """The state after the last finished step, for another thread when this worker hangs inside a step.
+
+        None where there is nothing new, or where the worker hangs inside an update. The caller bounds the wait: a
+        device that hangs may not copy either.
+        """
+        step = self._finished_step()
+        if not self._saves or step is None or step == self._saved_step:
+            return None
+        with working_on(self.device) as stream:
+            weights, moments = self._drafter_step.copy_state()
+            if stream is not None:
+                stream.synchronize()
+        if self._finished_step() != step or not all(bool(torch.isfinite(tensor).all()) for tensor in weights.values()):
+            return None
+        return self._train_state(step, weights, moments), self._sums
+
+    def _finished_step(self) -> int | None:
+        """The step whose weights the device holds; None while an update changes them."""
+        if self.stream is None:
+            return None if self._updating else self.step
+        finished = self.step - len(self._updates)
+        for update in list(self._updates):
+            if update.done.query():  # type: ignore[no-untyped-call]
+                finished = update.step
+            elif update.begun.query():  # type: ignore[no-untyped-call]
+                return None
+        return finished
 
     def _leave_emergency_state(self) -> None:
         """After a failure, here or elsewhere: keep the state if it is that of a step boundary and finite."""

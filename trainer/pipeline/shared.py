@@ -27,6 +27,7 @@ class FeatureBuffer:
 
     hidden: Tensor  # [S, n*H]
     last_hidden: Tensor | None  # [S, H]
+    finite: Tensor  # [] bool; False: the target's features were not, zeros stand in the buffer, the row is skipped
     read: torch.cuda.Event | None = None  # the drafter has copied the last row out
 
 

@@ -10,10 +10,11 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import math
 import queue
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import asdict
 from functools import partial
 from typing import Any
@@ -30,17 +31,20 @@ from trainer.drafter.config import DrafterConfig
 from trainer.drafter.model import fresh_weights
 from trainer.exchange.peers import PeerError
 from trainer.exchange.reduce import ExchangeError, Group
-from trainer.exchange.rendezvous import Processes, digest
+from trainer.exchange.rendezvous import Processes
 from trainer.pipeline.checkpoint_worker import CheckpointWorker
 from trainer.pipeline.drafter_worker import DrafterWorker
+from trainer.pipeline.loading import Tables, describe_loaded, finish_loading
 from trainer.pipeline.plan import RowPlan, total_steps
 from trainer.pipeline.queues import Ring
 from trainer.pipeline.row_worker import RowWorker
 from trainer.pipeline.shared import Shared
+from trainer.pipeline.skipped import SkippedRows
 from trainer.pipeline.statistics import WorkerStatistics, describe
 from trainer.pipeline.target_worker import TargetWorker
-from trainer.pipeline.types import Hooks, Outcome, PipelineConfigError, PipelineError, TrainState
+from trainer.pipeline.types import Hooks, Outcome, PipelineConfigError, PipelineError, StopOverdueError, TrainState
 from trainer.pipeline.worker import Worker
+from trainer.step.optim import Schedule
 from trainer.target.model import Target
 
 log = logging.getLogger(__name__)
@@ -89,8 +93,6 @@ class Pipeline:
         config = self._config
         target_devices = [find_device(name) for name in config.pipeline.targets]
         drafter_devices = [find_device(name) for name in config.pipeline.drafters]
-        if not target_devices or not drafter_devices:
-            raise PipelineConfigError("pipeline.targets and pipeline.drafters need at least one device each")
         if len({device.type for device in (*target_devices, *drafter_devices)}) > 1:
             raise PipelineConfigError("pipeline.targets and pipeline.drafters mix CPUs and CUDA GPUs: use one kind")
         try:
@@ -117,7 +119,7 @@ class Pipeline:
                 exchanges=group.exchanges(drafter_devices),
             )
             workers = self._workers(shared, group.processes, target_devices, drafter_devices)
-            _finish_loading({*target_devices, *drafter_devices})
+            finish_loading({*target_devices, *drafter_devices})
             group.processes.begin_training()
             trains = not self._hooks.should_stop() or group.processes.world_size > 1
             try:
@@ -135,7 +137,10 @@ class Pipeline:
             drafter = next(worker for worker in workers if isinstance(worker, DrafterWorker))
             total = self._statistics.total()
             log.info("%s", describe(total))
-            return Outcome(drafter.step, plan.total_steps, drafter.step < plan.total_steps, total)
+            stuck = [worker.name for worker in workers if worker.is_alive()]
+            if stuck:
+                log.warning("did not end in time and is left behind: %s", ", ".join(stuck))
+            return Outcome(drafter.step, plan.total_steps, drafter.step < plan.total_steps, total, stuck)
 
     # ---------------------------------------------------------------------------------------------------------- start
 
@@ -148,6 +153,7 @@ class Pipeline:
         settings = {f"{section}.{name}": value for section, found in described.items() for name, value in found.items()}
         return {
             "start step": self._start.step if self._start is not None else 0,
+            "start row": self._start.row if self._start is not None else 0,
             "rows": f"{self._source.total_rows} of {self._source.content_hash}",
             "seed": config.seed,
             "target.path": target.path,
@@ -160,8 +166,9 @@ class Pipeline:
     def _plan(self, group: Group, drafters: int) -> RowPlan:
         optimizer = self._config.optimizer
         rows = optimizer.gradient_accumulation_steps  # of a drafter in a step
-        steps = total_steps(self._source.total_rows, group.drafters * rows, optimizer.max_steps)
-        done = self._start.step if self._start is not None else 0
+        done, row = (self._start.step, self._start.row) if self._start is not None else (0, 0)
+        total_rows, per_step = self._source.total_rows, group.drafters * rows
+        steps = total_steps(total_rows, per_step, optimizer.max_steps, step=done, row=row)
         if steps == 0:
             raise PipelineConfigError(
                 f"{self._source.total_rows} rows do not fill one optimizer step of {group.drafters} drafters with "
@@ -169,7 +176,12 @@ class Pipeline:
             )
         if done > steps:
             raise PipelineConfigError(f"the checkpoint is at step {done}, past this run's last step {steps}")
-        return RowPlan(drafters, group.first_drafter, group.drafters, rows, done, steps)
+        return RowPlan(drafters, group.first_drafter, group.drafters, rows, done, steps, row)
+
+    def _schedule(self, plan: RowPlan) -> Schedule:
+        if self._start is not None and self._start.schedule is not None:
+            return self._start.schedule
+        return Schedule(plan.row_after(plan.total_steps), plan.rows_per_step)
 
     def _workers(
         self,
@@ -185,16 +197,17 @@ class Pipeline:
             processes.peers.check()
             loaded.append(self._load_target(device))
         targets = [TargetWorker(number, shared, target, self._source.shape) for number, target in enumerate(loaded)]
-        tables = _Tables(loaded[0])
+        tables = Tables(loaded[0])
         weights = start.drafter if start is not None else self._fresh_weights(loaded[0])
         if processes.world_size > 1:
-            processes.agree(_beginning(loaded[0], weights, start))
+            processes.agree(describe_loaded(loaded[0], weights, start))
         rows = RowWorker(
             shared,
             self._source,
             self._drafter_config.block_size,
             pin=any(device.type == "cuda" for device in (*target_devices, *drafter_devices)),
         )
+        skipped = SkippedRows(self._source, self._config.data.max_skipped_rows)
         drafters = []
         for number, device in enumerate(drafter_devices):
             embedding, head = tables.on(device)
@@ -205,11 +218,13 @@ class Pipeline:
                     device,
                     drafter_config=self._drafter_config,
                     weights=weights,
-                    moments=start.optimizer if start is not None else None,
+                    start=start,
+                    schedule=self._schedule(shared.plan),
                     embedding=embedding,
                     head=head,
                     exchange=shared.exchanges[number],
                     statistics=lambda: self._statistics.recent(),
+                    skipped=skipped,
                 )
             )
         self._statistics = WorkerStatistics(shared, rows, list(targets), list(drafters))
@@ -260,15 +275,23 @@ class Pipeline:
     # ----------------------------------------------------------------------------------------------------------- while
 
     def _listen(self, shared: Shared, workers: list[Worker], group: Group) -> None:
-        while any(worker.is_alive() for worker in workers) and not shared.ending.is_set():
+        deadline = end = math.inf  # of a stop, and of workers that nobody needs any more
+        while any(worker.is_alive() for worker in workers) and not shared.ending.is_set() and time.monotonic() < end:
             if not shared.stop_requested.is_set() and self._hooks.should_stop():
                 shared.stop_requested.set()
+                deadline = time.monotonic() + self._config.pipeline.stop_seconds
+            if time.monotonic() > deadline and _is_training(workers):
+                seconds = self._config.pipeline.stop_seconds
+                shared.fail("main", StopOverdueError(f"the step did not end within {seconds:g} s of the stop"))
+                return
             if self._hooks.should_checkpoint():
                 shared.checkpoint_requested.set()
             self._look_at_peers(shared, group)
             if not any(isinstance(worker, DrafterWorker) and worker.is_alive() for worker in workers):
                 # After a stop there are rows and features that nobody takes any more.
                 shared.close_rings()
+                if end == math.inf and not any(worker.is_alive() for worker in workers if worker.name == "checkpoint"):
+                    end = time.monotonic() + END_SECONDS
             with contextlib.suppress(queue.Empty):
                 self._hooks.on_step(shared.reports.get(timeout=POLL_SECONDS))
         if not shared.ending.is_set():
@@ -296,7 +319,7 @@ class Pipeline:
             log.warning("the end of the run could not be announced: %s", error)
         stuck = self._join(workers)
         self._hand_over_reports_quietly(shared)
-        if not self._save_unsaved(shared, stuck):
+        if not self._save_unsaved(shared, workers, stuck):
             stuck.append("checkpoint")
         return PipelineError(worker, cause, later=shared.failures[1:], stuck=stuck)
 
@@ -333,21 +356,27 @@ class Pipeline:
         except Exception as error:
             log.warning("reports of the last steps are lost: %s", error)
 
-    def _save_unsaved(self, shared: Shared, stuck: list[str]) -> bool:
+    def _save_unsaved(self, shared: Shared, workers: list[Worker], stuck: list[str]) -> bool:
         """Save what is worth it; False when that did not end in time."""
-        if shared.unsaved is None or any(name == "checkpoint" for name, _ in shared.failures):
+        if any(name == "checkpoint" for name, _ in shared.failures):
             return True
-        state, sums = shared.unsaved
+        hanging = [worker for worker in workers if isinstance(worker, DrafterWorker) and worker.name in stuck]
+        if shared.unsaved is None and not hanging:
+            return True
         if "checkpoint" in stuck:  # one writer at a time
-            log.warning("no checkpoint of step %d: an earlier one is still being written", state.step)
+            log.warning("no last checkpoint: an earlier one is still being written")
             return True
 
         def save() -> None:
             try:
-                self._hooks.save(state, sums)
-                log.info("saved step %d before ending", state.step)
+                unsaved = shared.unsaved
+                for worker in hanging:
+                    unsaved = worker.copy_finished_state() or unsaved
+                if unsaved is not None:
+                    self._hooks.save(*unsaved)
+                    log.info("saved step %d before ending", unsaved[0].step)
             except Exception as error:  # the first cause must stay the first
-                log.warning("no checkpoint of step %d: %s", state.step, error)
+                log.warning("no last checkpoint: %s", error)
 
         thread = threading.Thread(target=save, name="checkpoint", daemon=True)
         thread.start()
@@ -355,40 +384,12 @@ class Pipeline:
         return not thread.is_alive()
 
 
-class _Tables:
-    """The target's embedding and head on each drafter device, in the drafters' compute type, once per GPU."""
-
-    def __init__(self, target: Target) -> None:
-        self._target = target
-        self._made: dict[torch.device, tuple[Tensor, Tensor]] = {}
-
-    def on(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        if device not in self._made:
-            dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-            embedding = self._target.embedding.to(device, dtype)
-            tied = self._target.head is self._target.embedding
-            self._made[device] = embedding, embedding if tied else self._target.head.to(device, dtype)
-        return self._made[device]
+def _is_training(workers: list[Worker]) -> bool:
+    """Whether a drafter is still inside a step; one that copies or saves its state takes the time that it needs."""
+    return any(
+        isinstance(worker, DrafterWorker) and worker.is_alive() and not worker.saving.is_set() for worker in workers
+    )
 
 
 def _only_broken_exchanges(shared: Shared) -> bool:
     return all(isinstance(error, ExchangeError) for _, error in shared.failures)
-
-
-def _beginning(target: Target, weights: Mapping[str, Tensor], start: TrainState | None) -> dict[str, Any]:
-    """What only loading tells, and has to be alike in all processes."""
-    described = target.config.to_dict()
-    for name in ("_name_or_path", "transformers_version"):  # say nothing of the model
-        described.pop(name, None)
-    return {
-        "a target of the configuration": digest(json.loads(json.dumps(described, sort_keys=True, default=str))),
-        "starting weights": digest(dict(weights)),
-        "starting moments": digest(start.optimizer) if start is not None else None,
-    }
-
-
-def _finish_loading(devices: set[torch.device]) -> None:
-    """Wait for what this thread has put on the devices: the workers' streams do not wait for its stream."""
-    for device in devices:
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from trainer.data.rows import RowShape
 from trainer.pipeline.shared import Delivery, FeatureBuffer, Shared
@@ -41,21 +42,36 @@ class TargetWorker(Worker):
     @torch.no_grad()
     def _deliver(self, features: Features, buffer: FeatureBuffer) -> torch.cuda.Event | None:
         """Copy features into a drafter's feature buffer; on CUDA on a side stream, after those who have to be first."""
+        finite = _blank_unless_finite(features)
         if self._copies is None or self.stream is None:
-            _copy(features, buffer)
+            _copy(features, finite, buffer)
             return None
         self._copies.wait_stream(self.stream)
         if buffer.read is not None:
             self._copies.wait_event(buffer.read)
         with torch.cuda.stream(self._copies):
-            _copy(features, buffer)
+            _copy(features, finite, buffer)
             ready: torch.cuda.Event = self._copies.record_event()
         # The features' memory is this worker's again once they are copied.
         self.stream.wait_event(ready)
         return ready
 
 
-def _copy(features: Features, buffer: FeatureBuffer) -> None:
+def _blank_unless_finite(features: Features) -> Tensor:
+    """Whether all features are finite, [] bool on their device; if not, they are overwritten with zeros.
+
+    The host does not learn it here, which would be a wait for the device. A sum is as good as a look at each: no sum
+    of finite features comes near float32's end.
+    """
+    tensors = [tensor for tensor in (features.hidden, features.last_hidden) if tensor is not None]
+    finite = torch.isfinite(torch.stack([tensor.sum(dtype=torch.float32) for tensor in tensors])).all()
+    for tensor in tensors:
+        tensor.masked_fill_(~finite, 0.0)
+    return finite
+
+
+def _copy(features: Features, finite: Tensor, buffer: FeatureBuffer) -> None:
+    buffer.finite.copy_(finite, non_blocking=True)
     buffer.hidden.copy_(features.hidden, non_blocking=True)
     if buffer.last_hidden is not None:
         if features.last_hidden is None:

@@ -12,6 +12,8 @@ from typing import Any
 
 from torch import Tensor
 
+from trainer.step.optim import Schedule
+
 
 @dataclass(frozen=True, slots=True)
 class TrainState:
@@ -20,6 +22,9 @@ class TrainState:
     step: int  # optimizer steps that are finished
     drafter: Mapping[str, Tensor]  # state_dict of the drafter, fp32 masters
     optimizer: Mapping[str, Any]  # state_dict of trainer.optim's optimizer
+    row: int = 0  # the row that comes next
+    tokens: int = 0  # trained so far, padding left out
+    schedule: Schedule | None = None  # None: one that ends with the run
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +47,7 @@ class StepReport:
     anchors_per_second: float
     # per worker of this process: {"target 0": {"busy": 0.93, "rows": 12, ...}, "queues": {...}, "balance": {...}}
     workers: dict[str, Any] = field(default_factory=dict)
+    skipped_rows: int = 0  # of this process since it started, see `SkippedRows`
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +85,10 @@ class Outcome:
 
 class PipelineConfigError(ValueError):
     """The run cannot be done as configured; said before anything starts."""
+
+
+class StopOverdueError(RuntimeError):
+    """A stop was asked for and the step did not end in time: a worker hangs."""
 
 
 class PipelineError(RuntimeError):

@@ -25,7 +25,7 @@ import shutil
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -198,20 +198,46 @@ def find_drafter(path: Path) -> tuple[Path, dict[str, Any] | None]:
 
 
 def _prune(folder: Path, newest: int, keep: CheckpointConfig) -> None:
-    """Drop what is neither among the newest `keep_last` up to step `newest` nor the best.
+    """Drop what is neither among the newest whole `keep_last` up to step `newest` nor the best.
 
-    Later steps are left alone: a run that resumed below a damaged checkpoint replaces it when it gets there.
+    Later steps are left alone: a run that resumed below a damaged checkpoint replaces it when it gets there. A damaged
+    one takes no place among those that are kept, and goes once it is older than all of them.
     """
     paths = sorted((p for p in _checkpoints(folder) if _step(p) <= newest), key=_step)
-    kept = set(paths[-keep.keep_last :])
-    if keep.keep_best and (best := _best(paths)) is not None:
+    whole: list[Path] = []
+    for path in reversed(paths):
+        if len(whole) < keep.keep_last and _is_whole(path):
+            whole.append(path)
+    if not whole:
+        return
+    kept = set(whole)
+    if keep.keep_best and (best := _best(path for path in paths if _is_whole(path))) is not None:
         kept.add(best)
     for path in paths:
-        if path not in kept:
+        if path not in kept and _step(path) < _step(whole[-1]):
             try:
                 _discard(path)
             except OSError as error:
                 logger.warning("old checkpoint %s not removed: %s", path, _reason(error))
+
+
+def _is_whole(path: Path) -> bool:
+    """Whether `read` takes it; a checkpoint whose files have not changed is read in full once in a process."""
+    try:
+        stats = [(file.name, file.stat()) for file in sorted(path.iterdir())]
+    except OSError:
+        return False
+    return _was_whole(path, tuple((name, stat.st_size, stat.st_mtime_ns) for name, stat in stats))
+
+
+@lru_cache(maxsize=64)
+def _was_whole(path: Path, files: tuple[tuple[str, int, int], ...]) -> bool:
+    try:
+        read(path)
+    except CheckpointError as error:
+        logger.warning("%s; it takes no place of checkpoint.keep_last", error)
+        return False
+    return True
 
 
 def _best(paths: Iterable[Path]) -> Path | None:

@@ -7,7 +7,7 @@ import logging
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from trainer.config.sections import RENAMED_KEYS, RunConfig
+from trainer.config.sections import RunConfig
 from trainer.data import RowSource
 from trainer.drafter.config import DrafterConfig
 from trainer.pretrained import TargetError
@@ -50,31 +50,12 @@ def _leaves(document: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
             yield name, value
 
 
-def warn_of_changes(start: WholeCheckpoint, settings: RunConfig, source: RowSource, rows: int) -> None:
-    """Say what keeps a resumed run from repeating an undisturbed one: it goes on, but not with the same losses."""
-    before = start.run()
-    if before["content_hash"] != source.content_hash:
-        logger.warning("the data, its packing or its seed changed since the checkpoint: rows differ from here on")
-    if before["rows_per_step"] != rows:
-        logger.warning(
-            "a step now takes %d rows instead of %d: the data goes on at row %d instead of %d",
-            rows,
-            before["rows_per_step"],
-            start.step * rows,
-            before["next_row"],
-        )
-    for section in ("objective", "optimizer"):
-        old = {_today(section, name): value for name, value in before["config"][section].items()}
-        new = settings.model_dump(mode="json")[section]
-        for name in sorted(old.keys() | new.keys()):
-            if old.get(name) != new.get(name):
-                logger.warning("%s.%s was %s in the checkpoint, is %s", section, name, old.get(name), new.get(name))
-
-
-def _today(section: str, name: str) -> str:
-    """What a key that an earlier version wrote is called now."""
-    key = f"{section}.{name}"
-    return RENAMED_KEYS.get(key, key).removeprefix(f"{section}.")
+def describe_drafter(drafter_config: DrafterConfig, settings: RunConfig) -> str:
+    """What is trained on which target."""
+    return (
+        f"drafter of {count(drafter_config.num_hidden_layers, 'layer')}, blocks of {drafter_config.block_size}, "
+        f"reading layers {list(drafter_config.target_layer_ids)} of {settings.target.path}"
+    )
 
 
 def describe_length(settings: RunConfig, source: RowSource, rows: int, total: int) -> str:

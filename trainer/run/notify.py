@@ -23,6 +23,7 @@ class Notifier:
         watched_process = os.environ.get("WATCHDOG_PID", "")
         ours = watched_process in ("", str(os.getpid()))
         self._watchdog_seconds = _seconds(os.environ.get("WATCHDOG_USEC", "")) if ours else None
+        self._period = self._watchdog_seconds or 0.0
         self._last_ping = float("-inf")
 
     def status(self, text: str) -> None:
@@ -40,14 +41,12 @@ class Notifier:
     def expect_silence(self, seconds: float) -> None:
         """Until `expect_progress`, let the watchdog wait for at least `seconds`: work without steps is ahead."""
         if self._watchdog_seconds is not None:
-            self._send(f"WATCHDOG_USEC={int(max(seconds, self._watchdog_seconds) * 1e6)}")
-            self._send("WATCHDOG=1")
+            self._set_period(max(seconds, self._watchdog_seconds))
 
-    def expect_progress(self) -> None:
-        """Steps are being made: the watchdog's own period holds again."""
+    def expect_progress(self, seconds: float | None = None) -> None:
+        """Steps are being made: the unit's own period holds again, or `seconds` where that is shorter."""
         if self._watchdog_seconds is not None:
-            self._send(f"WATCHDOG_USEC={int(self._watchdog_seconds * 1e6)}")
-            self._send("WATCHDOG=1")
+            self._set_period(min(self._watchdog_seconds, seconds or self._watchdog_seconds))
 
     def ping(self) -> None:
         """Proof of progress. Call it where work was done, never from a timer: a stuck worker must stop the pings.
@@ -57,9 +56,14 @@ class Notifier:
         if self._watchdog_seconds is None:
             return
         now = time.monotonic()
-        if now - self._last_ping >= self._watchdog_seconds / 20:
+        if now - self._last_ping >= min(self._period, self._watchdog_seconds) / 20:
             self._last_ping = now
             self._send("WATCHDOG=1")
+
+    def _set_period(self, seconds: float) -> None:
+        self._period = seconds
+        self._send(f"WATCHDOG_USEC={int(seconds * 1e6)}")
+        self._send("WATCHDOG=1")
 
     def _send(self, message: str) -> None:
         if not self._address:

@@ -28,17 +28,18 @@ from trainer.hub import drafter_folder
 from trainer.inputs import require_run
 from trainer.pipeline.plan import total_steps
 from trainer.pipeline.supervisor import Pipeline
-from trainer.pipeline.types import PipelineError, TrainState
+from trainer.pipeline.types import PipelineError, StopOverdueError, TrainState
 from trainer.pretrained import load_model_config, load_tokenizer
 from trainer.run import checkpoint
 from trainer.run.checkpoint import WholeCheckpoint
-from trainer.run.checks import describe_length, refuse_another_drafter, warn_of_changes, warn_of_length
+from trainer.run.checks import describe_drafter, describe_length, refuse_another_drafter, warn_of_length
+from trainer.run.directory import RunDirectory
 from trainer.run.notify import Notifier
+from trainer.run.resume import facts, refuse_later, resumed_schedule, warn_of_differences
 from trainer.run.signals import Interrupted, Signals
 from trainer.run.telemetry import Telemetry
-from trainer.run.watch import SILENCE_SECONDS, Watch
-from trainer.step.optim import build_optimizer
-from trainer.wording import count
+from trainer.run.watch import START_SECONDS, Watch
+from trainer.step.optim import Schedule, build_optimizer
 
 logger = logging.getLogger(__name__)
 
@@ -49,7 +50,7 @@ def run(config_path: Path, run_dir: Path, overrides: Sequence[str], resume_from:
     Goes on from the newest whole checkpoint of `run_dir`, else from `resume_from`, else begins.
     """
     notifier = Notifier()
-    notifier.expect_silence(SILENCE_SECONDS)
+    notifier.expect_silence(START_SECONDS)
     rank, world_size = rank_and_world_size()
     if world_size > 1:
         notifier.status(f"process {rank}: {world_size} processes meet")
@@ -77,9 +78,9 @@ def _run(
     require_run(settings)
     require_devices("pipeline.targets", settings.pipeline.targets)
     require_devices("pipeline.drafters", settings.pipeline.drafters)
-    start = find_start(run_dir, resume_from)
-
     first = processes.rank == 0
+    directory = RunDirectory(run_dir) if first and run_dir.is_dir() else None  # locked as long as this object is there
+    own, start = find_start(run_dir, resume_from, directory)
     say = logger.info if first else logger.debug  # what all of them would say alike, the first one says
     if not first:
         logging.getLogger("trainer.data").setLevel(logging.ERROR)
@@ -90,38 +91,38 @@ def _run(
     processes.peers.check()
     target_config, tokenizer = load_model_config(settings.target), load_tokenizer(settings.target)
     drafter_config = config_for_target(settings.drafter, target_config, tokenizer)
-    total = total_steps(source.total_rows, rows, settings.optimizer.max_steps)
+    step, row = (start.step, start.run()["next_row"]) if start is not None else (0, 0)
+    total = total_steps(source.total_rows, rows, settings.optimizer.max_steps, step=step, row=row)
+    now = facts(settings, source, target_config, processes.world_size, drafters) if first else {}
+    schedule = None
     if start is not None:
         refuse_another_drafter(start, settings, drafter_config)
-        if start.step == total:
+        refuse_later(start, source.total_rows, total)
+        if step == total:
             field = "optimizer.max_steps" if settings.optimizer.max_steps == total else "data.epochs"
             say("finished before, at step %d of %d: a greater %s continues it", total, total, field)
             return 0
         if first:
-            warn_of_changes(start, settings, source, rows)
-    say(
-        "drafter of %s, blocks of %d, reading layers %s of %s; rows %s",
-        count(drafter_config.num_hidden_layers, "layer"),
-        drafter_config.block_size,
-        list(drafter_config.target_layer_ids),
-        settings.target.path,
-        source.content_hash,
-    )
+            warn_of_differences(start, settings, now)
+        schedule = resumed_schedule(start, settings, rows_per_step=rows, last_step=total)
+    say("%s; rows %s", describe_drafter(drafter_config, settings), source.content_hash)
     say("%s", describe_length(settings, source, rows, total))
     if first:
         warn_of_length(source, target_config)
 
-    step = start.step if start else 0
-    telemetry = None
+    telemetry, run_id = None, None
     if first:  # of several processes, it alone writes
         run_dir.mkdir(parents=True, exist_ok=True)  # not before, so that a start that fails leaves nothing behind
+        directory = directory or RunDirectory(run_dir)
+        run_id = directory.identify(own)
         telemetry = Telemetry(run_dir, settings.telemetry, settings.model_dump(mode="json"), step)
     if start is not None:
-        say("resuming from step %d: %s", step, start.path)
+        say("resuming from step %d, row %d: %s", step, row, start.path)
         if telemetry is not None:
-            telemetry.event("resume", step=step, checkpoint=str(start.path))
-    watch = Watch(run_dir, settings, source, rows, drafter_config, telemetry, notifier, signals)
-    state = TrainState(step, start.model(), start.optimizer()) if start else released_start(settings)
+            telemetry.event("resume", step=step, row=row, checkpoint=str(start.path))
+    noted = {"rows_per_step": rows, "content_hash": source.content_hash, "run_id": run_id, "facts": now}
+    watch = Watch(run_dir, settings, noted, drafter_config, telemetry, notifier, signals)
+    state = resumed_start(start, schedule) if start is not None else released_start(settings)
     pipeline = Pipeline(settings, drafter_config, source, watch.hooks(), state, processes)
     return _train(pipeline, watch, signals, say)
 
@@ -132,13 +133,14 @@ def _train(pipeline: Pipeline, watch: Watch, signals: Signals, say: Callable[...
         outcome = pipeline.run()
     except PipelineError as error:
         interrupted = isinstance(error.__cause__, Interrupted)
+        overdue = isinstance(error.__cause__, StopOverdueError)
         if not interrupted:
             report_failure(error)
         with contextlib.suppress(Exception):  # a full disk may be the very cause, and sinks raise what they like
             watch.close()
         if interrupted:
             logger.warning("second Ctrl-C: left without finishing the step")
-        code = signals.exit_code if interrupted else 1
+        code = signals.exit_code if interrupted or overdue else 1
         if error.stuck:  # threads that hang in a driver can't be joined, and would keep the process from ending
             logging.shutdown()
             os._exit(code)
@@ -152,12 +154,22 @@ def _train(pipeline: Pipeline, watch: Watch, signals: Signals, say: Callable[...
     return code
 
 
-def find_start(run_dir: Path, resume_from: Path | None) -> WholeCheckpoint | None:
-    """The checkpoint to go on from: the run's own newest whole one, else `resume_from`'s, else none."""
+def find_start(
+    run_dir: Path, resume_from: Path | None, directory: RunDirectory | None
+) -> tuple[WholeCheckpoint | None, WholeCheckpoint | None]:
+    """The run's own newest whole checkpoint, and the one to go on from: that, else `resume_from`'s, else none."""
     own = checkpoint.newest_valid(run_dir / "checkpoints")
+    if directory is not None and own is not None:
+        directory.require_own(own)
     if own is not None or resume_from is None:
-        return own
-    return checkpoint.resolve(resume_from)
+        return own, own
+    return None, checkpoint.resolve(resume_from)
+
+
+def resumed_start(start: WholeCheckpoint, schedule: Schedule | None) -> TrainState:
+    """The state that a checkpoint holds; a checkpoint of an earlier version counts no tokens."""
+    run = start.run()
+    return TrainState(start.step, start.model(), start.optimizer(), run["next_row"], run.get("tokens", 0), schedule)
 
 
 def released_start(settings: RunConfig) -> TrainState | None:

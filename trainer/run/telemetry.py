@@ -122,6 +122,7 @@ def pool(reports: list[StepReport]) -> dict[str, Any]:
         "step_seconds": seconds / len(reports),
         "slot_accuracy": summary["slot_accuracy"],
         "workers": last.workers,
+        "skipped_rows": last.skipped_rows,
     }
 
 

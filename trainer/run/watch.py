@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import logging
 import threading
+from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
 from trainer.config.sections import RunConfig
-from trainer.data import RowSource
 from trainer.drafter.config import DrafterConfig
 from trainer.pipeline.types import Hooks, StepReport, TrainState
 from trainer.run import checkpoint
@@ -22,8 +23,13 @@ from trainer.run.telemetry import Telemetry, checkpoint_metrics, pool, status_li
 logger = logging.getLogger(__name__)
 
 
-# Loading, compiling and the last save are silences in which no step can prove progress.
+# Reading data, loading, compiling and saving are silences in which no step can prove progress.
+START_SECONDS = 6 * 3600.0
 SILENCE_SECONDS = 1800.0
+# The watchdog's period, from measured steps: so many times the slowest one, but not less than the pauses that a busy
+# disk or a machine that is looked after may cause.
+SLOWEST_STEPS, LEAST_WATCHDOG_SECONDS = 20, 300.0
+MEASURED_STEPS = 20
 METRICS_SECONDS = 2.0  # for the metrics of a step to be written before its checkpoint is
 
 
@@ -37,8 +43,7 @@ class Watch:
         self,
         run_dir: Path,
         settings: RunConfig,
-        source: RowSource,
-        rows: int,
+        noted: Mapping[str, Any],
         drafter_config: DrafterConfig,
         telemetry: Telemetry | None,
         notifier: Notifier,
@@ -46,13 +51,14 @@ class Watch:
     ) -> None:
         self._run_dir = run_dir
         self._settings = settings
-        self._source = source
-        self._rows = rows  # of a step
+        self._noted = noted  # of the run, by each checkpoint
         self._drafter_config = drafter_config
         self._telemetry = telemetry
         self._notifier = notifier
         self._signals = signals
-        self._trained = False
+        self._trained = 0  # steps
+        self._slowest = 0.0  # seconds of a step, the first left out
+        self._ending = False
         self._reported = 0  # the newest step whose metrics are written
         self._progress = threading.Condition()
 
@@ -88,9 +94,13 @@ class Watch:
 
     def _on_step(self, report: StepReport) -> None:
         if not self._trained:
-            self._trained = True
             self._notifier.expect_progress()
             self._notifier.ready()
+        else:
+            self._slowest = max(self._slowest, report.step_seconds)
+        self._trained += 1
+        if self._trained % MEASURED_STEPS == 0 and not self._ending:
+            self._notifier.expect_progress(self._watchdog_seconds())
         self._notifier.ping()
         self._notifier.status(status_line(pool([report])))
         if self._telemetry is not None and (record := self._telemetry.step(report)) is not None:
@@ -108,6 +118,7 @@ class Watch:
 
     def _expect_the_end(self) -> None:
         """No step proves progress from now on: the watchdog must leave the time to save."""
+        self._ending = True
         self._notifier.stopping()
         self._notifier.expect_silence(SILENCE_SECONDS)
 
@@ -116,6 +127,9 @@ class Watch:
         # Bounded, because a failing run may have no one left who writes them.
         with self._progress:
             self._progress.wait_for(lambda: self._reported >= state.step, timeout=METRICS_SECONDS)
+        self._notifier.expect_silence(
+            SILENCE_SECONDS
+        )  # steps wait where one checkpoint is due before another is written
         path = checkpoint.save(
             self._run_dir / "checkpoints",
             state.step,
@@ -124,11 +138,20 @@ class Watch:
             drafter_config=self._drafter_config.to_json("float32"),
             run={
                 "config": self._settings.model_dump(mode="json"),
-                "next_row": state.step * self._rows,
-                "rows_per_step": self._rows,
-                "content_hash": self._source.content_hash,
+                "next_row": state.row,
+                "tokens": state.tokens,
+                "schedule": asdict(state.schedule) if state.schedule is not None else None,
+                **self._noted,
             },
             metrics=checkpoint_metrics(sums) if sums is not None else {},
             keep=self._settings.checkpoint,
         )
         logger.info("checkpoint of step %d: %s", state.step, path)
+        if not self._ending:
+            self._notifier.expect_progress(self._watchdog_seconds())
+
+    def _watchdog_seconds(self) -> float | None:
+        """The period that the measured steps ask for; None before enough of them are measured."""
+        if self._trained < MEASURED_STEPS:
+            return None
+        return max(LEAST_WATCHDOG_SECONDS, SLOWEST_STEPS * self._slowest)

@@ -17,6 +17,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -38,7 +39,7 @@ class OptimizerStateError(Exception):
     """A saved state does not belong to this optimizer."""
 
 
-def schedule_multiplier(step: int, total_steps: int, config: OptimizerConfig) -> float:
+def schedule_multiplier(step: float, total_steps: float, config: OptimizerConfig) -> float:
     """Learning rate of optimizer step `step` (0-based) as a share of the peak.
 
     Warm-up is linear and its last step has the full rate. After it, `cosine` falls along half a cosine and `wsd` stays
@@ -57,6 +58,20 @@ def schedule_multiplier(step: int, total_steps: int, config: OptimizerConfig) ->
         decay = min(max(1, round(config.decay_ratio * total_steps)), max(1, total_steps - warmup))
         height = 1.0 - min(1.0, max(0, step - (total_steps - decay)) / decay)
     return config.min_lr_ratio + (1.0 - config.min_lr_ratio) * height
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """Where the learning-rate schedule ends, counted in rows: a run goes on along it whatever its batch becomes."""
+
+    rows: int
+    """The row at which it ends"""
+    rows_per_step: int
+    """Of the run that began it; warm-up and decay are rounded to steps of that size"""
+
+    def multiplier(self, row: int, config: OptimizerConfig) -> float:
+        """Learning rate of the step that begins at `row`, as a share of the peak."""
+        return schedule_multiplier(row / self.rows_per_step, self.rows / self.rows_per_step, config)
 
 
 def newton_schulz(matrices: Tensor) -> Tensor:
@@ -215,6 +230,11 @@ class Optimizer:
         for rule in self._rules:
             rule.update(multiplier, divisor, finite)
         self._step += 1
+
+    @torch.no_grad()
+    def set_multipliers(self, multipliers: list[float]) -> None:
+        """Replace the schedule by these shares of the peak rate, one for each step of the run, in place."""
+        self._table.copy_(torch.tensor(multipliers, dtype=torch.float32))
 
     def state_dict(self) -> dict[str, Tensor]:
         """The live state by name; clone it to keep it, the next step changes it in place."""

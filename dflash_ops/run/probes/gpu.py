@@ -121,6 +121,7 @@ class GpuNone(Reading):
 
     kind: Literal["none"] = "none"
     answer: Literal["none"] = "none"
+    reason: str = Field("", description="Why none is seen although nvidia-smi is installed")
 
 
 class GpuDevices(Reading):
@@ -238,7 +239,7 @@ def _read_rows(raw: RawGpu, ran: Ran) -> GpuReading:
         return GpuDevices(devices=tuple(devices), driver=driver, absent=tuple(absent))
     said = f"{ran.stdout}\n{ran.stderr}"
     if "No devices were found" in said and not any(re.fullmatch(r"/dev/nvidia\d+", node) for node in raw.nodes):
-        return GpuNone()
+        return GpuNone(reason="nvidia-smi is installed and finds no device")
     for text, reason, cure in _COMPLAINTS:
         if text in said:
             return GpuUnknown(reason=reason, cure=cure)

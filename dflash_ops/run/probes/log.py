@@ -11,6 +11,7 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from dflash_ops.remote.lines import last_segment
 from dflash_ops.run.probes import Reading
 from dflash_ops.text import visible
 
@@ -111,11 +112,6 @@ def read_log(raw: RawLog, now: float, quiet_after: float, lifetime: float | None
             kind = LogFresh if age <= quiet_after else LogSilent
             lines = tuple(visible(last_segment(line), 500) for line in raw.lines)
             return kind(size=raw.size, inode=raw.inode, age=max(0.0, age), lines=lines)
-
-
-def last_segment(line: str) -> str:
-    """What a terminal would show of a line in which a progress bar drew itself anew after each `\\r`."""
-    return next((part for part in reversed(line.split("\r")) if part), "")
 
 
 class Failure(BaseModel):

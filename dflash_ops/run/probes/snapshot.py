@@ -170,7 +170,7 @@ def read_snapshot(value: dict[str, Any]) -> Snapshot:
         unit=unit,
         log=read_log(raw.log, raw.time, quiet_after, lifetime),
         gpu=GpuUnknown(reason="not asked") if raw.gpu is None else read_gpu(raw.gpu),
-        roles=roles_of(record.spec.gpus, record.spec.config) if record.spec else GpuRoles(),
+        roles=_roles(record.spec),
         progress=progress,
         quiet_after=quiet_after,
         disk=raw.disk,
@@ -181,6 +181,13 @@ def read_snapshot(value: dict[str, Any]) -> Snapshot:
             for worker in raw.compiled or ()
         ),
     )
+
+
+def _roles(spec: RunSpec | None) -> GpuRoles:
+    """The GPUs that the launch worked out; of a configuration only what it names."""
+    if spec is None or (not spec.gpus.all and "pipeline" not in spec.config):
+        return GpuRoles()
+    return roles_of(spec.gpus, spec.config)
 
 
 def _record(run: str, values: dict[str, Any]) -> tuple[RunRecord, tuple[str, ...]]:

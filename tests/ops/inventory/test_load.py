@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from dflash_ops.errors import ConfigurationError, UsageError
 from dflash_ops.inventory.load import load_inventory
+from dflash_ops.inventory.models import Inventory
 from tests.ops.inventory.written import GOOD, load, refused
 
 
@@ -45,7 +48,38 @@ def test_the_project_s_own_inventory_is_valid() -> None:
         ("  smoke:\n", "  smoke:\n    gpus: {targets: 0}\n", "did you mean `target`?"),
         ("  smoke:\n    config: {target: {path: /srv/model}}\n", "  smoke: {}\n", "the key `config` is missing"),
         ("  smoke:\n", "  smoke:\n    gpus: {target: 7-5}\n", "'7-5' runs backwards"),
-        ("  smoke:\n", "  smoke:\n    gpus: {target: [-1]}\n", "greater than or equal to 0"),
+        ("  smoke:\n", "  smoke:\n    gpus: {target: [-1]}\n", "'-1' names no GPUs"),
+        ("  smoke:\n", "  smoke:\n    gpus: {target: [0x1]}\n", ":13: `jobs.smoke.gpus.target`: '0x1' names no GPUs"),
+        ("  smoke:\n", "  smoke:\n    gpus: {target: true}\n", ":13: `jobs.smoke.gpus.target`: 'true' names no GPUs"),
+        ("  smoke:\n", "  smoke:\n    watchdog: true\n", ":13: `jobs.smoke.watchdog`: a number must stand here"),
+        ("  smoke:\n", "  smoke:\n    timeout: .inf\n", ":13: `jobs.smoke.timeout`: .inf is not a finite number"),
+        ("  smoke:\n", "  smoke:\n    set: {lr: 1e999}\n", ":13: `jobs.smoke.set.lr`: 1e999 is not a finite number"),
+        (
+            "  smoke:\n",
+            "  smoke:\n    env: {A: }\n",
+            ":13: `jobs.smoke.env`: A has no value; write '' to mean an empty",
+        ),
+        (
+            "container: 200",
+            "container: 3:20",
+            ":7: `containers.main.container`: a container's number is written in dec",
+        ),
+        (
+            "container: 200",
+            "container: 0xC8",
+            ":7: `containers.main.container`: a container's number is written in dec",
+        ),
+        (
+            "container: 200",
+            "container: 2_00",
+            ":7: `containers.main.container`: a container's number is written in dec",
+        ),
+        (
+            "container: 200",
+            "container: true",
+            ":7: `containers.main.container`: a container's number is written in dec",
+        ),
+        ("pve1.example", "a\n    port: true", ":4: `hosts.pve1.port`: a number must stand here, not true or false"),
         ("  smoke:\n", "  smoke:\n    gpus: {target: '0-2,1'}\n", "a GPU is named twice"),
         ("pve1.example", "-oProxyCommand=x", ":3: `hosts.pve1.address`"),
         ("pve1.example", '"a;b"', ":3: `hosts.pve1.address`"),
@@ -100,6 +134,61 @@ def test_a_slip_in_the_yaml_has_its_cure(tmp_path: Path, text: str, line: int, c
 )
 def test_hostile_or_senseless_files_are_refused_in_one_sentence(tmp_path: Path, text: bytes) -> None:
     assert refused(tmp_path, text)
+
+
+def read(folder: Path, text: str) -> Inventory:
+    load(folder, text)
+    return load_inventory(folder / "inventory.yaml")
+
+
+@pytest.mark.parametrize(
+    "typed",
+    ["0755", "12:30:00", "3.10", "no", "on", "1_000", "0x1F", ".inf", "1e-4", "null", "~", "true", "2026-11-30", "+1"],
+)
+def test_a_variable_is_the_text_that_stands_there(tmp_path: Path, typed: str) -> None:
+    inventory = read(tmp_path, GOOD + f"    env:\n      A: {typed}\n      B: '{typed}'\n")
+    assert inventory.jobs["smoke"].env == {"A": typed, "B": typed}
+
+
+def test_variables_that_are_merged_or_repeated_are_text_as_well(tmp_path: Path) -> None:
+    jobs = "    env: &env {A: 0755, B: &no no}\n  other:\n    config: {x: *no}\n    env: {<<: *env, C: *no}\n"
+    inventory = read(tmp_path, GOOD + jobs)
+    assert inventory.jobs["other"].env == {"A": "0755", "B": "no", "C": "no"}
+
+
+def test_a_value_that_stands_in_env_and_in_the_configuration_is_text_only_in_env(tmp_path: Path) -> None:
+    jobs = "    env: {A: &seed 010}\n    set: {seed: *seed}\n"
+    job = read(tmp_path, GOOD + jobs).jobs["smoke"]
+    assert (job.env, job.set) == ({"A": "010"}, {"seed": 10})
+
+
+@pytest.mark.parametrize(
+    ("typed", "indices"),
+    [("010", [10]), ("0-2", [0, 1, 2]), ("[0, 08]", [0, 8]), ("[0-2, 5]", [0, 1, 2, 5]), ("0,2", [0, 2]), ("7", [7])],
+)
+def test_gpus_are_decimal(tmp_path: Path, typed: str, indices: list[int]) -> None:
+    gpus = read(
+        tmp_path, GOOD + f"    gpus: {{target: {typed if ',' not in typed or '[' in typed else repr(typed)}}}\n"
+    )
+    roles = gpus.jobs["smoke"].gpus
+    assert roles is not None
+    assert roles.target == indices
+
+
+@pytest.mark.parametrize(("typed", "number"), [("0310", 310), ("0200", 200), ("'200'", 200)])
+def test_a_container_s_number_is_decimal(tmp_path: Path, typed: str, number: int) -> None:
+    assert read(tmp_path, GOOD.replace("container: 200", f"container: {typed}")).containers["main"].container == number
+
+
+def test_a_version_of_python_is_the_text_that_stands_there(tmp_path: Path) -> None:
+    text = GOOD.replace("python: /opt/venv/bin/python", "python: 3.10\n    lock: x.txt")
+    assert read(tmp_path, text).environments["venv"].python == "3.10"
+
+
+def test_reading_an_inventory_loads_none_of_the_trainer_s_models() -> None:
+    code = "import sys, dflash_ops.inventory.load; print([name for name in sys.modules if name.startswith('trainer.')])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "['trainer.core_schema']\n"
 
 
 def test_without_a_file_the_ways_to_name_one_are_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -42,6 +42,24 @@ def test_a_stored_release_is_the_source_and_is_stored_once(tmp_path: Path) -> No
     assert stored(tmp_path / "root") == [release.name]
 
 
+@pytest.mark.parametrize("mode", [0o644, 0o755, 0o600, 0o700])
+def test_a_stored_file_has_the_mode_of_its_source(tmp_path: Path, mode: int) -> None:
+    source = make_package(tmp_path)
+    (source / "empty.txt").chmod(mode)
+    release = pack(source)
+    store(tmp_path / "root", release)
+    assert store(tmp_path / "root", release)["state"] == "present"
+    found = tmp_path / "root/releases" / release.name / "trainer/empty.txt"
+    assert found.stat().st_mode & 0o7777 == mode
+
+
+def test_a_release_that_was_stored_before_manifests_told_who_may_read_is_still_known(tmp_path: Path) -> None:
+    release = pack(make_package(tmp_path))
+    older = [{key: value for key, value in entry.items() if key != "private"} for entry in release.manifest()]
+    store(tmp_path / "root", release, files=older)
+    assert store(tmp_path / "root", release)["state"] == "present"
+
+
 def test_a_truncated_upload_never_becomes_a_release(tmp_path: Path) -> None:
     release = pack(make_package(tmp_path))
     whole = b"".join(release.contents())

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import io
 import json
 import time
 
 import pytest
+from rich.console import Console
 
 from dflash_ops.errors import Exit
+from dflash_ops.run.probes.gpu import Device, GpuDevices
+from dflash_ops.run.record import GpuRoles
 from dflash_ops.run.status import Status
 from dflash_ops.show import status as render
 from dflash_ops.verbs.status import status
@@ -28,6 +32,18 @@ def test_status_of_a_failed_run_shows_the_end_of_its_log(container: Container) -
     text = shown(render.status_view(answer))
     assert answer.exit_code == Exit.RUN_FAILED
     assert "│ ValueError: \\x1b[2J17 rows, 16 wanted" in text
+
+
+def test_a_progress_bar_does_not_hide_why_a_run_failed(container: Container) -> None:
+    folder = container.run("r1", ABSENT, exit=ended("exit-code", "exited", "1"))
+    bar = "".join(f"\rsaving {i}/251" for i in range(251))
+    (folder / "log").write_text(f"torch.OutOfMemoryError: CUDA out of memory\n{bar}\n")
+    answer = status(container.session(), "r1")
+    assert "CUDA out of memory" in answer.reason
+    text = shown(render.status_view(answer))
+    assert "│ torch.OutOfMemoryError: CUDA out of memory" in text
+    assert "│ saving 250/251" in text
+    assert "249/251" not in text
 
 
 def test_a_run_that_ended_has_no_time_left(container: Container) -> None:
@@ -107,3 +123,26 @@ def test_the_workers_and_the_bottleneck_are_shown_as_the_trainer_reports_them(co
         stream.write(json.dumps(record) + "\n")
     text = shown(render.status_view(status(container.session(), "r1")))
     assert "target 0 98%, drafter 0 44%; bottleneck: targets" in text
+
+
+@pytest.mark.parametrize("width", range(38, 100, 3))
+def test_no_figure_of_a_gpu_is_cut_at_any_width(width: int) -> None:
+    words = {"utilization": 87, "memory_used": 123456, "memory_total": 143771, "power": 688, "power_limit": 700}
+    devices = [
+        Device.model_validate({"index": i, "name": "NVIDIA H200", "temperature": 71, "fault": fault, **words})
+        for i, fault in enumerate([None, "uncorrectable ECC errors"])
+    ]
+    stream = io.StringIO()
+    table = render.GpuTable(GpuDevices(devices=tuple(devices)), GpuRoles(target=(0,), drafters=(1,)))
+    Console(file=stream, width=width).print(table)
+    header, *rows = stream.getvalue().splitlines()
+    shown = " ".join(rows)
+    for column, figure in {
+        "MEMORY": "120.6/140 GiB",
+        "POWER": "688/700 W",
+        "TEMP": "71 °C",
+        "UTIL": "87 % ████",
+    }.items():
+        assert (shown.count(figure) == 2) == (column in header)
+    assert ("TEMP" in header) != ("…" in header)
+    assert all(word in shown for word in ("uncorrectable", "ECC", "errors"))

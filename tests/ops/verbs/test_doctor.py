@@ -14,7 +14,19 @@ from dflash_ops.plan.release import Release, ReleaseFile
 from dflash_ops.run.facts import Facts
 from dflash_ops.transport.base import Misconfigured, NoPython, Unreachable
 from dflash_ops.transport.fake import FakeTransport
-from dflash_ops.verbs.doctor import Line, Node, doctor, gpu_lines, node_lines, python_lines, release_line, system_lines
+from dflash_ops.verbs.doctor import doctor
+from dflash_ops.verbs.doctor_lines import (
+    Elsewhere,
+    Line,
+    Node,
+    Trial,
+    gpu_lines,
+    node_lines,
+    python_lines,
+    release_line,
+    system_lines,
+    trial_lines,
+)
 from dflash_ops.verbs.session import open_session
 from tests.ops.kept_facts import FIXTURES, given
 
@@ -213,3 +225,21 @@ def test_an_environment_that_is_not_there_is_cured_by_its_own_kind(
     with pytest.raises(UsageError) as caught:
         ssh_lines(tmp_path, monkeypatch, [NoPython("none"), value], "nope")
     assert caught.value.hint == "known: built, there"
+
+
+def test_doctor_tries_what_a_launch_does_and_names_each_cure() -> None:
+    trial = Trial(
+        unit="Failed to start transient service unit: Access denied",
+        refused={"/dev/nvidia-uvm": "EPERM", "/dev/nvidia0": "ENXIO"},
+        noexec=True,
+        elsewhere=[Elsewhere(run="r7", directory="/srv/other/runs/r7")],
+    )
+    lines = list(trial_lines(trial))
+    assert [(line.topic, line.level) for line in lines] == [
+        ("launch", "fail"), ("root", "fail"), ("device", "fail"), ("device", "fail"), ("runs", "warn"),
+    ]  # fmt: skip
+    assert "`devN: /dev/nvidia-uvm`" in str(lines[2].cure)
+    assert "wrong major" in str(lines[3].cure)
+    assert "/srv/other/runs/r7" in lines[4].text
+    (well,) = trial_lines(Trial(unit=None, refused={}, noexec=False, elsewhere=[]))
+    assert well.level == "ok"

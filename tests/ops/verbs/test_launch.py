@@ -38,6 +38,14 @@ def test_a_missing_release_is_sent_first(inventory: Inventory) -> None:
     assert store.request["name"] == planned(inventory).release.name
 
 
+def test_hidden_files_that_are_left_out_are_named(inventory: Inventory, capsys: pytest.CaptureFixture[str]) -> None:
+    (inventory.path.parent / "package/.env").write_text("x")
+    opened, _ = session(inventory, launch=[[{"stage": "facts"}, {"reached": "started", "snapshot": snapshot()}]])
+    opened.quiet = False
+    launch(opened, LaunchOptions("smoke", "r1"))
+    assert "left out of the release: .env (hidden; `include` of the job ships them)" in capsys.readouterr().err
+
+
 def test_a_run_that_dies_within_the_wait_is_a_failure_with_its_last_lines(inventory: Inventory) -> None:
     ended = {
         "time": 1005.0,

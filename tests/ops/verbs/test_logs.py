@@ -12,11 +12,12 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from rich.cells import cell_len
 
 from dflash_ops.errors import UsageError
 from dflash_ops.remote import logs as remote_logs
 from dflash_ops.remote import status as remote_status
-from dflash_ops.run.probes.log import last_segment
+from dflash_ops.remote.lines import last_segment
 from dflash_ops.text import decoded, visible
 from dflash_ops.transport.base import BadAnswer
 from dflash_ops.transport.fake import FakeTransport
@@ -148,7 +149,24 @@ def test_truncation_is_noticed_and_the_new_content_shown(log: Path, monkeypatch:
     log.write_text("old old old\n")
     text, said = shown(InProcess(log.parents[2], polls=[lambda: log.write_text("new\n") and None]), monkeypatch)
     assert text == "old old old\nnew\n"
-    assert said == ["-- the log was truncated; it is shown from its beginning"]
+    assert said == ["-- the log was truncated and written anew; it is shown from its beginning"]
+
+
+def test_a_log_that_was_truncated_and_has_grown_past_our_place_is_noticed(
+    log: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """copytruncate between two looks: the file is longer than before, and nothing but its content tells."""
+    log.write_text("old old old\n")
+    fresh = "".join(f"new line {number}\n" for number in range(800))
+    text, said = shown(InProcess(log.parents[2], polls=[lambda: log.write_text(fresh) and None]), monkeypatch)
+    assert text == "old old old\n" + fresh
+    assert said == ["-- the log was truncated and written anew; it is shown from its beginning"]
+
+
+def test_a_hole_of_nuls_is_counted_not_printed(log: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    log.write_bytes(b"before\n" + bytes(100_000) + b"after\n")
+    text, _ = shown(InProcess(log.parents[2], polls=[]), monkeypatch)
+    assert text == "before\n[100000 NUL bytes]after\n"
 
 
 def test_rotation_shows_the_end_of_the_old_file_and_then_the_new_one(
@@ -281,3 +299,34 @@ def test_since_takes_a_moment() -> None:
 def test_since_refuses_what_is_no_time(text: str) -> None:
     with pytest.raises(UsageError):
         parse_since(text)
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def drawn(data: bytes, monkeypatch: pytest.MonkeyPatch, term: str) -> str:
+    """What is written to a terminal of 20 columns for an unfinished line."""
+    monkeypatch.setenv("COLUMNS", "20")
+    monkeypatch.setenv("TERM", term)
+    out = Terminal()
+    screen = logs._Screen(out)
+    folder = Folder()
+    folder.feed(data)
+    screen.draw(folder.partial())
+    screen.clear()
+    return out.getvalue()
+
+
+@pytest.mark.parametrize("text", ["x" * 50, "日本語" * 20, "a日" * 20, "\ta\tb\tc\td", "e\u0301" * 19, "short"])
+def test_an_unfinished_line_takes_one_row_of_the_terminal(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+    row = drawn(text.encode(), monkeypatch, "xterm").removesuffix("\r\x1b[K")
+    assert cell_len(row) <= 19
+    assert "\t" not in row
+    assert text.expandtabs().startswith(row)
+    assert cell_len(row) >= min(18, cell_len(text))
+
+
+def test_on_a_dumb_terminal_nothing_is_drawn_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert drawn(b"50 %", monkeypatch, "dumb") == ""

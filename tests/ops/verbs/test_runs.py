@@ -22,4 +22,4 @@ def test_runs_lists_the_newest_first_with_verdicts(container: Container) -> None
     answer = runs(session, 2)
     assert [(one.run, one.state) for one in answer.runs] == [("c", "running"), ("b", "lost")]
     assert (answer.total, session.transport.round_trips) == (3, 1)
-    assert "restarted" in shown(tables.runs_table(answer))
+    assert "restarted" in shown(tables.runs_view(answer, 200))

@@ -42,6 +42,14 @@ def test_a_minimal_file_has_the_recipes_defaults(tmp_path: Path) -> None:
             "run.yaml line 6: optimizer.lrr is not a known key; did you mean optimizer.lr?",
         ),
         (
+            SMALL + "pipeline:\n  drafters: []\n",
+            "run.yaml line 6: pipeline.drafters: list should have at least 1 item after validation, not 0",
+        ),
+        (
+            SMALL + "pipeline:\n  targets: []\n",
+            "run.yaml line 6: pipeline.targets: list should have at least 1 item after validation, not 0",
+        ),
+        (
             SMALL + "optimizer:\n  accumulate: 2\n",
             "run.yaml line 6: optimizer.accumulate is now called optimizer.gradient_accumulation_steps",
         ),
@@ -136,13 +144,13 @@ def test_overrides_win_over_the_file_and_read_their_values_as_yaml(tmp_path: Pat
             "optimizer.lr=2e-4",
             "pipeline.targets=[cpu]",
             "optimizer.max_steps=null",
-            "data.chat_template_kwargs={x: no}",
+            "data.chat_template_kwargs={x: false, y: no}",
         ],
     )
     assert loaded.optimizer.lr == 2e-4
     assert loaded.pipeline.targets == ["cpu"]
     assert loaded.optimizer.max_steps is None
-    assert loaded.data.chat_template_kwargs == {"x": False}
+    assert loaded.data.chat_template_kwargs == {"x": False, "y": "no"}
 
 
 def test_overrides_do_not_change_what_they_are_applied_to() -> None:

@@ -30,10 +30,11 @@ from trainer.pipeline.checkpoint_worker import CheckpointWorker
 from trainer.pipeline.drafter_worker import NonFiniteError
 from trainer.pipeline.queues import Ring
 from trainer.pipeline.target_worker import TargetWorker
-from trainer.pipeline.types import PipelineError, StepReport, TrainState
+from trainer.pipeline.types import PipelineError, StepReport, StopOverdueError, TrainState
 from trainer.pipeline.worker import Worker
 from trainer.run.checkpoint import CheckpointError
 from trainer.step.step import DrafterStep
+from trainer.target.model import Features, Target
 
 from . import tiny
 
@@ -371,6 +372,141 @@ def test_the_first_cause_comes_first_and_what_it_brought_down_is_listed_after(
     assert failure.worker == "target 1"
     assert str(failure.__cause__) == "the cause"
     assert [(worker, str(error)) for worker, error in failure.later] == [("target 0", "a consequence")]
+
+
+@pytest.mark.parametrize(("owner", "name"), [(Target, "features"), (DrafterStep, "accumulate"), (RowSource, "row")])
+def test_a_stop_saves_the_last_finished_step_although_a_worker_hangs(
+    owner: type, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(supervisor, "END_SECONDS", 0.5)
+    let_go, hangs = threading.Event(), threading.Event()
+    original = getattr(owner, name)
+    calls = count()
+
+    def hang(*arguments: Any, **keywords: Any) -> Any:
+        if next(calls) == 20:
+            hangs.set()
+            let_go.wait(60)
+        return original(*arguments, **keywords)
+
+    monkeypatch.setattr(owner, name, hang)
+    recorder = tiny.Recorder()
+    config = tiny.run_config(optimizer={"max_steps": 1000}, pipeline={"stop_seconds": 0.5})
+    with pytest.raises(PipelineError, match=r"did not end within 0\.5 s of the stop") as failure:
+        tiny.train(config, recorder, should_stop=lambda: hangs.is_set() and len(recorder.steps) == 20)
+    let_go.set()
+    assert isinstance(failure.value.__cause__, StopOverdueError)
+    assert len(failure.value.stuck) == 1
+    monkeypatch.undo()
+    (state,) = recorder.saved
+    assert state.step == 20
+    undisturbed = tiny.Recorder()
+    tiny.train(
+        tiny.run_config(optimizer={"max_steps": 1000}, checkpoint={"every": 1}),
+        undisturbed,
+        should_stop=lambda: len(undisturbed.saved) > state.step,
+    )
+    same = undisturbed.saved[state.step - 1]
+    assert (same.step, same.row, same.tokens) == (state.step, state.row, state.tokens)
+    assert all(torch.equal(tensor, state.drafter[name]) for name, tensor in same.drafter.items())
+    assert all(torch.equal(tensor, state.optimizer[name]) for name, tensor in same.optimizer.items())
+
+
+def test_a_target_that_hangs_after_the_last_step_is_left_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(supervisor, "END_SECONDS", 0.5)
+    let_go, hangs = threading.Event(), threading.Event()
+    original = Target.features
+
+    def features(self: Target, row: Row) -> Features:
+        if row.number == 20:
+            hangs.set()
+            let_go.wait(60)
+        return original(self, row)
+
+    monkeypatch.setattr(Target, "features", features)
+    config = tiny.run_config(optimizer={"max_steps": 1000}, pipeline={"queue_depth": 30})
+    monkeypatch.setattr(DrafterStep, "update", waits_from_step(15, hangs, DrafterStep.update))
+    recorder, outcome = tiny.train(config, should_stop=hangs.is_set)
+    let_go.set()
+    assert outcome.stopped
+    assert outcome.stuck == ["target 0"]
+    assert [state.step for state in recorder.saved] == [outcome.step]
+
+
+def waits_from_step(number: int, event: threading.Event, original: Callable[..., Any]) -> Callable[..., Any]:
+    """`original`, whose calls from this number on wait for the event, and a little longer so that it is seen."""
+    calls = count(1)
+
+    def call(*arguments: Any) -> Any:
+        if next(calls) == number:
+            assert event.wait(30)
+            time.sleep(2 * supervisor.POLL_SECONDS)
+        return original(*arguments)
+
+    return call
+
+
+def test_a_worker_that_hangs_inside_an_update_leaves_no_checkpoint(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(supervisor, "END_SECONDS", 0.5)
+    let_go, hangs = threading.Event(), threading.Event()
+    original, calls = DrafterStep.update, count()
+
+    def hang(step: DrafterStep) -> None:
+        if next(calls) == 5:
+            hangs.set()
+            let_go.wait(60)
+        original(step)
+
+    monkeypatch.setattr(DrafterStep, "update", hang)
+    recorder = tiny.Recorder()
+    config = tiny.run_config(optimizer={"max_steps": 1000}, pipeline={"stop_seconds": 0.5})
+    with pytest.raises(PipelineError, match="did not end within"):
+        tiny.train(config, recorder, should_stop=hangs.is_set)
+    let_go.set()
+    assert recorder.saved == []
+
+
+def spoil(monkeypatch: pytest.MonkeyPatch, *rows: int) -> None:
+    """Let the target's features of these rows hold one number that is none."""
+    original = Target.features
+
+    def features(self: Target, row: Row) -> Features:
+        found = original(self, row)
+        if row.number in rows:
+            found.hidden[3, 5] = float("nan")
+        return found
+
+    monkeypatch.setattr(Target, "features", features)
+
+
+def test_rows_with_features_that_are_not_finite_are_skipped_counted_and_named(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    spoil(monkeypatch, 2, 7)
+    config = tiny.run_config(optimizer={"max_steps": 5, "gradient_accumulation_steps": 2})
+    recorder, outcome = tiny.train(config)
+    assert outcome.step == 5
+    assert all(torch.isfinite(torch.tensor(recorder.losses)))
+    assert [report.skipped_rows for report in recorder.steps] == [0, 1, 1, 2, 2]
+    documents = tiny.row_source(config).documents(7)
+    assert "row 7 is skipped: the target's features of it are not finite; it holds documents " in caplog.text
+    assert ", ".join(map(str, documents)) in caplog.text
+
+
+def test_a_skipped_row_leaves_the_gradient_of_the_others_in_its_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = tiny.run_config(optimizer={"max_steps": 1, "gradient_accumulation_steps": 2})
+    spoil(monkeypatch, 1)
+    skipped, _ = tiny.train(config)
+    monkeypatch.undo()
+    alone, _ = tiny.train(tiny.run_config(optimizer={"max_steps": 1}))
+    assert skipped.losses == alone.losses
+    assert skipped.steps[0].grad_norm == alone.steps[0].grad_norm
+
+
+def test_one_skipped_row_too_many_ends_the_run_with_the_cure(monkeypatch: pytest.MonkeyPatch) -> None:
+    spoil(monkeypatch, 4, 6, 9)
+    with pytest.raises(PipelineError, match=r"3 rows had features .* the last one row 9 .*max_skipped_rows \(2\)"):
+        tiny.train(tiny.run_config(optimizer={"max_steps": 1000}, data={"max_skipped_rows": 2}))
 
 
 def test_a_thread_that_hangs_in_a_driver_is_named_and_left_behind(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -213,7 +213,6 @@ def test_the_window_of_a_report_names_every_worker_and_queue(monkeypatch: pytest
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"pipeline": {"drafters": []}}, "at least one device each"),
         ({"pipeline": {"targets": ["gpu0"]}}, "'gpu0' is no device: write cpu or cuda:0"),
         ({"pipeline": {"targets": ["cuda:5"]}}, "there is no cuda:5: this machine has"),
         ({"pipeline": {"targets": ["meta"]}}, "neither a CPU nor a CUDA GPU"),

@@ -142,6 +142,28 @@ def test_a_run_that_resumed_earlier_leaves_later_checkpoints_until_it_replaces_t
     assert_holds(newest_valid(tmp_path), 30)
 
 
+@pytest.mark.parametrize("file", ["optimizer.safetensors", "manifest.json"])
+def test_a_damaged_checkpoint_takes_no_place_of_those_that_are_kept(tmp_path: Path, file: str) -> None:
+    write(tmp_path, 10)
+    for step in (20, 30):
+        victim = write(tmp_path, step) / file
+        victim.write_bytes(victim.read_bytes()[:-3])
+    write(tmp_path, 40, keep_last=2)
+    assert steps(tmp_path) == [10, 20, 30, 40]
+    (tmp_path / "step-00000040/run.json").write_text("rotten")
+    assert_holds(newest_valid(tmp_path), 10)
+    write(tmp_path, 50, keep_last=1)
+    assert steps(tmp_path) == [50]
+
+
+def test_a_damaged_checkpoint_is_never_the_best(tmp_path: Path) -> None:
+    write(tmp_path, 10, accept_length=3.0)
+    (write(tmp_path, 20, accept_length=9.0) / "run.json").write_text("rotten")
+    write(tmp_path, 30, accept_length=1.0)
+    write(tmp_path, 40, keep_last=1, keep_best=True, accept_length=1.0)
+    assert steps(tmp_path) == [10, 40]
+
+
 def test_the_checkpoint_that_a_run_resumed_from_is_left_as_it_is(tmp_path: Path) -> None:
     before = write(tmp_path, 10).stat().st_ino
     assert write(tmp_path, 10).stat().st_ino == before

@@ -83,6 +83,16 @@ def test_a_silence_can_be_announced_and_ended(manager: socket.socket, monkeypatc
     assert messages(manager)[0] == "WATCHDOG_USEC=30000000"
 
 
+def test_measured_steps_shorten_the_watchdogs_period_and_never_lengthen_it(
+    manager: socket.socket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WATCHDOG_USEC", "3600000000")
+    notifier = Notifier()
+    notifier.expect_progress(300)
+    notifier.expect_progress(7200)
+    assert messages(manager) == ["WATCHDOG_USEC=300000000", "WATCHDOG=1", "WATCHDOG_USEC=3600000000", "WATCHDOG=1"]
+
+
 def test_another_process_watchdog_is_left_to_it(manager: socket.socket, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WATCHDOG_USEC", "30000000")
     monkeypatch.setenv("WATCHDOG_PID", str(os.getpid() + 1))

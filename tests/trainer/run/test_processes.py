@@ -62,7 +62,7 @@ def test_another_target_type_in_one_process_is_refused_by_all(tmp_path: Path, co
 def test_checkpoints_of_different_runs_are_refused_by_all(tmp_path: Path, config: Path) -> None:
     before = [launch(config, tmp_path / f"before-{seed}", "--set", f"seed={seed}") for seed in (1, 2)]
     assert [run.wait() for run in before] == [0, 0]
-    further = ["--set", "optimizer.max_steps=6", "--resume-from"]
+    further = ["--set", "optimizer.max_steps=6", "optimizer.on_schedule_change=adopt", "--resume-from"]
     runs = start(config, tmp_path, [[*further, str(run.folder)] for run in before])
     assert [run.wait() for run in runs] == [78, 78], runs[0].log
     for run in runs:
@@ -75,7 +75,8 @@ def test_a_step_has_the_rows_of_all_drafters_however_they_are_spread(tmp_path: P
     runs = start(config, tmp_path, spread)
     assert [run.wait() for run in runs] == [0, 0], runs[0].log
     assert checkpoint.read(tmp_path / "0/checkpoints/step-00000004").run()["next_row"] == 4 * 3
-    resume = ["--set", "optimizer.max_steps=null", "data.epochs=10", "--resume-from", str(tmp_path / "0")]
+    changes = ["optimizer.max_steps=null", "data.epochs=10", "optimizer.on_schedule_change=adopt"]
+    resume = ["--set", *changes, "--resume-from", str(tmp_path / "0")]
     resumed = start(config, tmp_path / "resumed", [[*words, *resume] for words in spread])
     assert [run.wait() for run in resumed] == [0, 0], resumed[0].log
     again = start(config, tmp_path / "again", [[*words, *resume[:-1], str(tmp_path / "resumed/0")] for words in spread])

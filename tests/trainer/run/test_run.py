@@ -8,6 +8,7 @@ import json
 import os
 import random
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -141,7 +142,15 @@ def test_a_stopped_run_goes_on_where_it_was(tmp_path: Path, config: Path, undist
 
 def test_another_run_is_continued_from_and_left_alone(tmp_path: Path, config: Path, undisturbed: Run) -> None:
     before = {path: path.read_bytes() for path in undisturbed.folder.rglob("*") if path.is_file()}
-    run = launch(config, tmp_path / "run", "--resume-from", str(undisturbed.folder), "--set", "optimizer.max_steps=43")
+    run = launch(
+        config,
+        tmp_path / "run",
+        "--resume-from",
+        str(undisturbed.folder),
+        "--set",
+        "optimizer.max_steps=43",
+        "optimizer.on_schedule_change=adopt",
+    )
     assert run.wait() == 0, run.log
     assert [line["step"] for line in run.steps] == [41, 42, 43]
     assert run.checkpoints == [43]
@@ -150,11 +159,112 @@ def test_another_run_is_continued_from_and_left_alone(tmp_path: Path, config: Pa
 
 def test_what_changed_since_the_checkpoint_is_said(tmp_path: Path, config: Path, undisturbed: Run) -> None:
     changes = ["optimizer.max_steps=41", "optimizer.gradient_accumulation_steps=2", "optimizer.lr=1e-4", "data.seed=1"]
+    changes.append("optimizer.on_schedule_change=adopt")
     run = launch(config, tmp_path / "run", "--resume-from", str(undisturbed.folder), "--set", *changes)
     assert run.wait() == 0, run.log
-    assert "a step now takes 2 rows instead of 1" in run.log
-    assert "optimizer.lr was 0.003 in the checkpoint, is 0.0001" in run.log
-    assert "the data, its packing or its seed changed" in run.log
+    for said in (
+        "optimizer.gradient_accumulation_steps was 1, is 2",
+        "optimizer.lr was 0.003, is 0.0001",
+        "data.seed was 0, is 1",
+        "the data changed",
+        "rows a step: 1 before, 2 now",
+    ):
+        assert said in run.log
+    assert "the target's files" not in run.log
+
+
+@pytest.mark.parametrize(
+    "change", ["pipeline.drafters=[cpu,cpu]", "optimizer.gradient_accumulation_steps=2", "two processes"]
+)
+def test_another_batch_goes_on_at_the_saved_row_and_the_saved_rate(
+    tmp_path: Path, target: Path, source: Path, change: str
+) -> None:
+    config = write_config(tmp_path / "run.yaml", target, source, data={"epochs": 50}, optimizer={"max_steps": None})
+    first = launch(config, tmp_path / "run", "--set", "checkpoint.every=1")
+    first.until(lambda: len(first.steps) >= 40)
+    first.kill(signal.SIGTERM)
+    assert first.wait() == 0, first.log
+    saved = checkpoint.resolve(first.folder)
+    row = saved.run()["next_row"]
+    assert row == saved.step < 300
+    rates = {line["step"]: line["lr"] for line in first.steps}
+    before = len(rates)
+    if change == "two processes":
+        runs = [launch(config, tmp_path / "run", **rank) for rank in ranks()]
+    else:
+        runs = [launch(config, tmp_path / "run", "--set", change)]
+    assert [run.wait() for run in runs] == [0] * len(runs), runs[0].log
+    after = runs[0].steps[before:]
+    assert f"resuming from step {saved.step}, row {row}" in runs[0].log
+    assert len(after) == (300 - row) // 2
+    last = checkpoint.resolve(first.folder).run()
+    assert last["next_row"] == row + 2 * len(after)
+    assert last["schedule"] == {"rows": 300, "rows_per_step": 1}
+    assert rates[saved.step] > after[0]["lr"] > 0.9 * rates[saved.step]
+
+
+def test_tokens_are_counted_over_resumes(tmp_path: Path, config: Path, undisturbed: Run) -> None:
+    run = launch(config, tmp_path / "run")
+    run.until(lambda: len(run.steps) >= 5)
+    run.kill(signal.SIGTERM)
+    assert run.wait() == 0, run.log
+    resumed = launch(config, tmp_path / "run")
+    assert resumed.wait() == 0, resumed.log
+    tokens = checkpoint.resolve(undisturbed.folder).run()["tokens"]
+    assert checkpoint.resolve(resumed.folder).run()["tokens"] == tokens > 40 * 40
+
+
+def test_a_learning_rate_that_would_jump_is_refused_unless_accepted(
+    tmp_path: Path, config: Path, undisturbed: Run
+) -> None:
+    words = ("--resume-from", str(undisturbed.folder), "--set", "optimizer.max_steps=80")
+    run = launch(config, tmp_path / "refused", *words)
+    assert run.wait() == 78, run.log
+    assert "the learning rate would jump from 0.0003 to 0.00" in run.log.splitlines()[-1]
+    for wish, low, high in (("keep", 2.9e-4, 3.1e-4), ("adopt", 1.5e-3, 3e-3)):
+        run = launch(config, tmp_path / wish, *words, f"optimizer.on_schedule_change={wish}")
+        run.until(lambda run=run: bool(run.steps))  # type: ignore[misc]
+        assert low < run.steps[0]["lr"] < high
+        run.kill(signal.SIGTERM)
+        assert run.wait() == 0, run.log
+
+
+def test_a_second_process_in_a_run_directory_is_refused_and_does_no_harm(tmp_path: Path, config: Path) -> None:
+    run = launch(config, tmp_path / "run", "--set", "optimizer.max_steps=6000")
+    run.until(lambda: bool(run.steps))
+    code, said = command(tmp_path / "log", "run", str(config), "--run-dir", str(tmp_path / "run"))
+    assert code == 78, said
+    assert "another process trains in" in said.splitlines()[-1]
+    run.kill(signal.SIGTERM)
+    assert run.wait() == 0, run.log
+
+
+def test_a_checkpoint_of_another_run_in_the_folder_is_refused(tmp_path: Path, config: Path, undisturbed: Run) -> None:
+    run = launch(config, tmp_path / "run", "--set", "optimizer.max_steps=3")
+    assert run.wait() == 0, run.log
+    foreign = undisturbed.folder / "checkpoints/step-00000040"
+    shutil.copytree(foreign, tmp_path / "run/checkpoints/step-00000040")
+    again = launch(config, tmp_path / "run", "--set", "optimizer.max_steps=50")
+    assert again.wait() == 78, again.log
+    assert "step-00000040 is another run's: move it out of" in again.log.splitlines()[-1]
+
+
+def test_a_checkpoint_is_written_when_its_minutes_are_over(tmp_path: Path, config: Path) -> None:
+    run = launch(config, tmp_path / "run", "--set", "optimizer.max_steps=6000", "checkpoint.minutes=0.001")
+    run.until(lambda: len(run.checkpoints) >= 2)
+    run.kill(signal.SIGTERM)
+    assert run.wait() == 0, run.log
+
+
+def test_a_stop_ends_a_run_whose_target_hangs_and_saves_its_last_step(tmp_path: Path, config: Path) -> None:
+    run = launch(config, tmp_path / "run", "--set", "pipeline.stop_seconds=0.5", prepare=a_target_that_sticks)
+    run.until(lambda: len(run.steps) == 5)
+    run.kill(signal.SIGTERM)
+    assert run.wait() == 0, run.log
+    assert "did not end within 0.5 s of the stop" in run.log
+    assert "did not end in time: target 0; their stacks:" in run.log
+    assert "Traceback" not in run.log
+    assert run.checkpoints == [5]
 
 
 def test_a_damaged_newest_checkpoint_is_passed_over(tmp_path: Path, config: Path, undisturbed: Run) -> None:
@@ -295,7 +405,7 @@ def test_a_collective_that_never_returns_does_not_keep_a_process_from_ending(tmp
     assert runs[0].log.splitlines()[-1].endswith(f"run failed: {DIED}")
     assert "ERROR 0:main did not end in time: drafter 0; their stacks:" in runs[0].log
     assert "in without_end" in runs[0].log
-    assert runs[0].checkpoints == [2, 4]
+    assert runs[0].checkpoints == [2, 4, 5]
 
 
 def a_collective_without_end() -> None:
@@ -344,7 +454,7 @@ def test_the_service_manager_hears_of_progress(tmp_path: Path, config: Path, man
     assert "WATCHDOG=1" in heard
     # The long silences before the first step and after the stop are announced, the unit's own period is given back.
     periods = [text for text in heard if text.startswith("WATCHDOG_USEC=")]
-    assert periods == ["WATCHDOG_USEC=1800000000", "WATCHDOG_USEC=2000000"]
+    assert periods == ["WATCHDOG_USEC=21600000000", "WATCHDOG_USEC=2000000"]
 
 
 def test_the_service_manager_lets_a_run_that_failed_save(tmp_path: Path, config: Path, manager: socket.socket) -> None:

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dflash_ops.remote.lines import last_segment
 from dflash_ops.run.probes.log import (
     Disk,
     LogFresh,
@@ -16,7 +17,6 @@ from dflash_ops.run.probes.log import (
     RawFile,
     RawMissing,
     last_error,
-    last_segment,
     named_failure,
     read_log,
 )
