@@ -28,6 +28,8 @@ from dflash_ops.options import (
 from dflash_ops.streams import no_reader
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from dflash_ops.transport.known_hosts import UnknownKey
 
 

@@ -11,6 +11,7 @@ from typing import Any, Dict, Iterator, List, Optional
 
 from dflash_ops.remote import gpu, node, process
 from dflash_ops.remote.channel import Channel
+from dflash_ops.remote.protocol import InitRequest
 
 _MANY = 40  # interpreters; each costs a start
 _SECONDS = 60.0  # for all of them
@@ -34,22 +35,17 @@ print(json.dumps(found))
 """
 
 
-def main(request: Dict[str, Any], channel: Channel) -> Dict[str, Any]:
-    """request: `do`: node or container.
+def main(request: InitRequest, channel: Channel) -> Dict[str, Any]:
+    """Look at the host, when it runs there, or at the container.
 
-    node, run on the host itself: `containers`, numbers or names, or null for all. Result: `user`, its number; `pct`:
-    whether there is one; `error`: what `pct list` said when it failed, else empty; `containers` [{vmid, status, lock,
-    name, config}], `config` null where it may not be read.
-
-    container: `root`; `python`, the only interpreter to look at, or null. Result: `gpu` (see `gpu.ask`), `pythons`
-    [{path, version, torch, cuda}], `free`: bytes of the root's disk, `cpus`.
+    The results are `NodeList` and `Inside` of `dflash_ops.verbs.candidates`.
     """
     if request["do"] == "node":
         return _node(request["containers"], channel)
     return _container(request["root"], request["python"], channel)
 
 
-def _node(wanted: Any, channel: Channel) -> Dict[str, Any]:
+def _node(wanted: Optional[List[str]], channel: Channel) -> Dict[str, Any]:
     user = os.geteuid()
     prefix = [] if user == 0 else ["sudo", "-n"]
     if not os.path.exists(node.PCT):
@@ -62,7 +58,7 @@ def _node(wanted: Any, channel: Channel) -> Dict[str, Any]:
     for row in _rows(listed.stdout):
         if wanted is None or row["vmid"] in wanted or row["name"] in wanted:
             channel.beat()
-            config = process.call([*prefix, node.PCT, "config", row["vmid"]], 25)
+            config = process.call([*prefix, node.PCT, "config", row["vmid"], "--current"], 25)
             found.append(dict(row, config=node.configuration(config.stdout) if config.status == 0 else None))
     return {"user": user, "pct": True, "error": "", "containers": found}
 

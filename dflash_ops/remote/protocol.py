@@ -6,7 +6,7 @@ and releases in the container; null stands for None. What comes from the contain
 
 from __future__ import annotations
 
-from typing import Any, Dict, List, Optional, TypedDict
+from typing import Any, Dict, List, Optional, Tuple, TypedDict
 
 MARK = b"@@DFLASH "  # begins each frame
 RUN_NAME = r"[a-z0-9][a-z0-9-]{0,62}"
@@ -231,6 +231,47 @@ class PullRequest(OneRun):
     kept: Dict[str, str]
 
 
+class PushedFile(TypedDict):
+    """`path` is empty for a file that is a unit by itself; `mode`: its permissions, null: as its folder's use asks."""
+
+    path: str
+    size: int
+    sha256: str
+    executable: bool
+    mode: Optional[int]
+
+
+class PushedUnit(TypedDict):
+    """A file or folder, put in place at once; `sha256` is over the hashes, sizes and paths of its files."""
+
+    name: str
+    folder: bool
+    sha256: str
+    files: List[PushedFile]
+
+
+class PushRequest(Rooted, total=False):
+    """`to`: a folder; `do`: look, or take with `plan`: [state, bytes that came before] of each file, as look said. The
+    payload of take is what is missing of each file whose state is not `same`.
+    """
+
+    do: str
+    to: str
+    units: List[PushedUnit]
+    plan: List[Tuple[str, int]]
+
+
+class InitRequest(TypedDict, total=False):
+    """`do`: node, with `containers`, numbers or names (null: all); or container, with `root` and `python`, the only
+    interpreter to look at (null: those that are found).
+    """
+
+    do: str
+    containers: Optional[List[str]]
+    root: str
+    python: Optional[str]
+
+
 class ExecRequest(OneRun):
     """`argv`: the command and its arguments."""
 
@@ -360,6 +401,22 @@ class ExecAnswer(TypedDict):
 
     run: str
     status: int
+
+
+class LookedAnswer(TypedDict):
+    """Of push. `files`: (same, differs or missing; bytes that came before) of all units in order; `free` bytes in the
+    folder `where`.
+    """
+
+    files: List[Tuple[str, int]]
+    free: int
+    where: str
+
+
+class TakenAnswer(TypedDict):
+    """Of push. `wrong`: paths of files that came and do not match their hash."""
+
+    wrong: List[str]
 
 
 class GcItem(TypedDict):

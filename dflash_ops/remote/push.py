@@ -13,11 +13,19 @@ import os
 import re
 import shutil
 import time
-from typing import Any, Dict, Iterator, List, Optional, Tuple
+from typing import Any, Iterator, List, Optional, Tuple, Union
 
 from dflash_ops.remote.channel import Channel, PeerGone, Refusal
 from dflash_ops.remote.files import checked_root, fsync_directory
-from dflash_ops.remote.protocol import TEMPORARY, USAGE
+from dflash_ops.remote.protocol import (
+    TEMPORARY,
+    USAGE,
+    LookedAnswer,
+    PushedFile,
+    PushedUnit,
+    PushRequest,
+    TakenAnswer,
+)
 
 CHUNK = 512 * 1024
 _SYNCED_EVERY = 64 * 1024 * 1024  # so that the last fsync does not take minutes
@@ -28,23 +36,15 @@ _OWN = ("runs", "releases", "env", "wheels")
 _DIGEST = re.compile(r"[0-9a-f]{64}\Z")
 
 
-def main(request: Dict[str, Any], channel: Channel) -> Dict[str, Any]:
-    """Look what is there, or take what is missing.
-
-    request: `root`; `to`, a folder; `units`, what stands in it afterwards: {name, folder, sha256, files [{path, size,
-    sha256, executable, mode}]} (a file is a unit with one file, whose path is empty); `do`: look or take.
-    look: the result is {files: [[same | differs | missing, bytes that came before]] of all units in order, free: bytes,
-    where: the folder whose disk has them}. take: `plan`, that list; the payload is what is missing of each file that is
-    not `same`. Events: {at: bytes of the payload so far}. Result: {wrong: [path]} of files that came and do not match
-    their hash. Raises Refusal.
-    """
+def main(request: PushRequest, channel: Channel) -> Union[LookedAnswer, TakenAnswer]:
+    """Look what is there, or take what is missing. Events of take: {at: bytes of the payload so far}."""
     to = _checked(request["root"], request["to"])
     units = [_Unit(to, described) for described in request["units"]]
     for unit in units:
         _checked(request["root"], unit.final)
     if request["do"] == "look":
         return _look(to, units, channel)
-    return {"wrong": _take(to, units, [(str(state), int(have)) for state, have in request["plan"]], channel)}
+    return {"wrong": _take(to, units, [(state, have) for state, have in request["plan"]], channel)}
 
 
 def _checked(root: str, to: str) -> str:
@@ -62,10 +62,10 @@ def _checked(root: str, to: str) -> str:
 class _Unit:
     """A file, or a folder with all that is in it: what is put in place at once."""
 
-    def __init__(self, to: str, described: Dict[str, Any]) -> None:
+    def __init__(self, to: str, described: PushedUnit) -> None:
         self.name = str(described["name"])
         self.is_folder = bool(described["folder"])
-        self.files: List[Dict[str, Any]] = described["files"]
+        self.files = described["files"]
         digest = str(described["sha256"])
         paths = [str(file["path"]) for file in self.files] if self.is_folder else []
         parts = [self.name] + [part for path in paths for part in path.split("/")]
@@ -77,11 +77,11 @@ class _Unit:
         self.final = os.path.join(to, self.name)
         self.partial = "%s.%s.partial" % (self.final, digest[:16])
 
-    def place(self, file: Dict[str, Any]) -> str:
+    def place(self, file: PushedFile) -> str:
         """Where a file is to be."""
         return os.path.join(self.final, file["path"]) if self.is_folder else self.final
 
-    def waiting(self, file: Dict[str, Any]) -> str:
+    def waiting(self, file: PushedFile) -> str:
         """Where it is until its unit is whole."""
         return os.path.join(self.partial, file["path"]) if self.is_folder else self.partial
 
@@ -89,17 +89,17 @@ class _Unit:
 # ---- look -------------------------------------------------------------------------------------------------------
 
 
-def _look(to: str, units: List[_Unit], channel: Channel) -> Dict[str, Any]:
+def _look(to: str, units: List[_Unit], channel: Channel) -> LookedAnswer:
     where = _existing(to)
     if not os.path.isdir(where):
         raise Refusal(USAGE, "%s is not a folder" % where, "name another one by --to")
-    found: List[List[Any]] = []
+    found: List[Tuple[str, int]] = []
     for unit in units:
         if os.path.lexists(unit.final) and os.path.isdir(unit.final) != unit.is_folder:
             kinds = ("a folder", "a file") if os.path.isdir(unit.final) else ("a file", "a folder")
             raise Refusal(USAGE, "%s is %s there and %s here" % (unit.final, *kinds), "name another folder by --to")
         for file in unit.files:
-            found.append([_state(unit.place(file), file, channel), _came_before(unit.waiting(file), file["size"])])
+            found.append((_state(unit.place(file), file, channel), _came_before(unit.waiting(file), file["size"])))
     usage = os.statvfs(where)
     return {"files": found, "free": usage.f_bavail * usage.f_frsize, "where": where}
 
@@ -111,7 +111,7 @@ def _existing(path: str) -> str:
     return path
 
 
-def _state(place: str, file: Dict[str, Any], channel: Channel) -> str:
+def _state(place: str, file: PushedFile, channel: Channel) -> str:
     if not os.path.lexists(place):
         return "missing"
     if not os.path.isfile(place) or os.path.getsize(place) != file["size"]:
@@ -225,7 +225,7 @@ def _is_at(handle: int, path: str) -> bool:
     return False
 
 
-def _receive(unit: _Unit, file: Dict[str, Any], have: int, channel: Channel, meter: _Meter) -> bool:
+def _receive(unit: _Unit, file: PushedFile, have: int, channel: Channel, meter: _Meter) -> bool:
     """The rest of one file, durable. False when the whole does not match its hash: it is removed."""
     path = unit.waiting(file)
     if unit.is_folder:
@@ -259,7 +259,7 @@ def _receive(unit: _Unit, file: Dict[str, Any], have: int, channel: Channel, met
     return True
 
 
-def _mode(file: Dict[str, Any], folder: int) -> int:
+def _mode(file: PushedFile, folder: int) -> int:
     """Readable by whoever may list its folder, unless another mode was asked for."""
     if file["mode"] is not None:
         return int(file["mode"]) & 0o777
@@ -287,7 +287,7 @@ def _make_folder(path: str) -> None:
 # ---- put in place -----------------------------------------------------------------------------------------------
 
 
-def _put_in_place(unit: _Unit, came: List[Dict[str, Any]]) -> None:
+def _put_in_place(unit: _Unit, came: List[PushedFile]) -> None:
     """By one rename; into a folder that is there, by one for each file that is new in it."""
     if unit.is_folder and os.path.isdir(unit.final):
         for file in came:

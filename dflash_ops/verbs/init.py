@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
@@ -14,7 +15,8 @@ from dflash_ops.errors import DflashError, Exit, UsageError
 from dflash_ops.inventory.load import inventory_path, load_inventory
 from dflash_ops.inventory.models import ContainerEntry, HostEntry, Inventory
 from dflash_ops.inventory.write import Addition, extended, new_text, write
-from dflash_ops.transport.base import Misconfigured, NoPython, NotPermitted, Program
+from dflash_ops.remote.protocol import InitRequest
+from dflash_ops.transport.base import Misconfigured, NoPython, NotPermitted, Program, result_of
 from dflash_ops.transport.framed import FramedTransport
 from dflash_ops.transport.hosts import RemoteHost, ssh_host
 from dflash_ops.transport.known_hosts import UnknownKey
@@ -185,13 +187,12 @@ def _list(
 ) -> NodeList:
     """The containers that are wanted, or all. Raises DflashError, unless numbers say which one wants."""
     say(f"listing the containers of {name}")
-    request = {"do": "node", "containers": list(wanted) or None}
+    request: InitRequest = {"do": "node", "containers": list(wanted) or None}
     by_number = [Row(vmid=int(each), status="unknown", lock="", name="", config=None) for each in wanted if _vmid(each)]
     numbered = bool(wanted) and len(by_number) == len(wanted)
     try:
         transport = FramedTransport(connection, BOOTSTRAP, lambda text, status: None)
-        *_, last = transport.stream(Program("init"), request)
-        listed = parsed(NodeList, last.value)
+        listed = parsed(NodeList, result_of(transport.stream(Program("init"), request), lambda event: None))
     except NoPython as error:
         if numbered:
             return NodeList(user=1 if entry.sudo else 0, pct=True, error="", containers=by_number)
@@ -229,10 +230,11 @@ def _look_into(
     say(f"looking into container {row.vmid}{f' ({row.name})' if row.name else ''}")
     entry = ContainerEntry(host=name, container=row.vmid)
     command = enter_command(entry, sudo=host.sudo)
-    transport = FramedTransport(connection, command, lambda text, status: explain(text, status, entry, name))
+    request: InitRequest = {"do": "container", "root": entry.root, "python": python}
+    transport = FramedTransport(connection, command, partial(explain, entry=entry, host=name))
     try:
-        *_, last = transport.stream(Program("init"), {"do": "container", "root": entry.root, "python": python})
-        return candidate(row, parsed(Inside, last.value), "")
+        answer = result_of(transport.stream(Program("init"), request), lambda event: None)
+        return candidate(row, parsed(Inside, answer), "")
     except DflashError as error:
         return candidate(row, None, error.message)
 

@@ -15,6 +15,7 @@ from pydantic import BaseModel, Field
 from dflash_ops.document import Document, Printable
 from dflash_ops.errors import ConfigurationError, DflashError, Exit, UsageError
 from dflash_ops.progress import Progress
+from dflash_ops.remote.protocol import PushedFile, PushedUnit, PushRequest
 from dflash_ops.text import counted
 from dflash_ops.text import size as size_text
 from dflash_ops.transport.base import BadAnswer, result_of
@@ -76,12 +77,12 @@ class _Unit:
     is_folder: bool
     files: tuple[_File, ...]
 
-    def described(self, keep_mode: bool) -> dict[str, Any]:
+    def described(self, keep_mode: bool) -> PushedUnit:
         """As `dflash_ops.remote.push` takes it."""
         whole = hashlib.sha256()
         for file in self.files:
             whole.update(f"{file.sha256} {file.size} {file.path}\n".encode())
-        files = [
+        files: list[PushedFile] = [
             {
                 "path": file.path,
                 "size": file.size,
@@ -247,9 +248,8 @@ class _Sender:
 
     def look(self) -> None:
         """Ask what is there. Raises UsageError for what would be replaced, ConfigurationError without room."""
-        request = {"root": self._session.root, "do": "look", "to": self._to, "units": self._units}
-        *_, last = self._session.stream("push", request)
-        looked = parsed(_Looked, last.value)
+        request: PushRequest = {"root": self._session.root, "do": "look", "to": self._to, "units": self._units}
+        looked = parsed(_Looked, result_of(self._session.stream("push", request), lambda event: None))
         if len(looked.files) != len(self._files) or any(
             not 0 <= have <= file.size for (_, file), (_, have) in zip(self._files, looked.files, strict=True)
         ):
@@ -299,14 +299,21 @@ class _Sender:
     def _attempt(self) -> list[str]:
         kept = "what came is kept; Ctrl-C stops"
         frames = lasting(self._session, "push", self._request, payload=self._payload, meanwhile=kept)
-        return parsed(_Taken, result_of(frames, lambda frame: self._advance(frame.value))).wrong
+        return parsed(_Taken, result_of(frames, lambda event: self._advance(event.value))).wrong
 
-    def _request(self) -> dict[str, Any]:
+    def _request(self) -> PushRequest:
         if self._plan is None:
             kept = self._kept
             self.look()
             self._kept = kept  # what was put in place by the connection before is ours
-        request = {"root": self._session.root, "do": "take", "to": self._to, "units": self._units, "plan": self._plan}
+        assert self._plan is not None
+        request: PushRequest = {
+            "root": self._session.root,
+            "do": "take",
+            "to": self._to,
+            "units": self._units,
+            "plan": [(state, have) for state, have in self._plan],
+        }
         self._at = 0
         self._payload_plan, self._plan = self._missing(), None
         return request
