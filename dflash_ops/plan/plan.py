@@ -82,7 +82,10 @@ def plan(inventory: Inventory, container: str, roots: RootPaths, options: Launch
     if job.source is None:  # of other code only the container can tell
         check_job(config, inventory, name, job, options.set)
     release = pack(inventory.resolve(job.source) if job.source else trainer_source(), job.include)
-    wish = Wish(run, name, container, release.name, config, job.watchdog, foreign=job.source is not None)
+    foreign = job.source is not None
+    # Another trainer is not known to speak to the watchdog, and would be aborted though it is well.
+    watchdog = None if foreign and "watchdog" not in job.model_fields_set else job.watchdog
+    wish = Wish(run, name, container, release.name, config, watchdog, foreign=foreign)
     python = interpreter(inventory, job.environment, roots)
     asked = assemble(roots, wish, python, release, resolve_variables(name, job))
     timeout = options.timeout if options.timeout is not None else job.timeout

@@ -54,3 +54,16 @@ def test_only_our_own_trainer_s_numbers_are_those_of_gpus(inventory: Inventory) 
     assert transport.calls[0].request["gpus"] == list(range(8))
     assert needs_gpus(JobEntry(config={}))
     assert not needs_gpus(JobEntry(config={}, env={"CUDA_VISIBLE_DEVICES": "3"}))
+
+
+def test_another_trainer_has_a_watchdog_only_where_its_job_says_so(inventory: Inventory) -> None:
+    """One that never speaks to it would be aborted though it is well."""
+    assert planned(inventory, job="eight").spec["watchdog"] is None
+    assert not any("Watchdog" in word for word in planned(inventory, job="eight").argv)
+    jobs = {**inventory.jobs, "eight": inventory.jobs["eight"].model_copy(update={"watchdog": 900})}
+    told = inventory.model_copy(update={"jobs": jobs})
+    assert planned(told, job="eight").spec["watchdog"] == 900
+    ours = inventory.model_copy(
+        update={"jobs": {**jobs, "ours": JobEntry(config={"target": {"path": "t"}, "data": {"sources": ["s"]}})}}
+    )
+    assert planned(ours, job="ours").spec["watchdog"] == 3600
