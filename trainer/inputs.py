@@ -34,6 +34,8 @@ def require_run(config: RunConfig) -> None:
     """Raise InputError unless target, data and start of a run are there."""
     require_target(config.target)
     require_sources(config.data.sources)
+    if isinstance(config.data.held_out, Path):
+        require_sources([config.data.held_out], "data.held_out")
     if config.data.chat_template is not None:
         require_files("data.chat_template", [config.data.chat_template])
     if config.drafter.init_from is not None:
@@ -63,14 +65,14 @@ def require_drafter(init_from: Path) -> None:
         require_folder("drafter.init_from", init_from)
 
 
-def require_sources(sources: Iterable[Path]) -> None:
+def require_sources(sources: Iterable[Path], name: str = "data.sources") -> None:
     """Raise InputError unless each source is a file, a folder or a pattern of files, or may be a name that the hub has.
 
     Sources of several processes are looked for by each; only reading them shows whether there is anything in them.
     """
     for source in sources:
         if not (source.exists() or has_magic(str(source)) or is_hub_data(source)):
-            require_files("data.sources", [source])
+            require_files(name, [source])
 
 
 def is_hub_data(source: Path) -> bool:

@@ -178,13 +178,14 @@ def _disk(path: str) -> Optional[Dict[str, int]]:
 
 
 def metrics_of(path: str, count: int) -> Dict[str, Any]:
-    """The newest step line whole, `count` of them reduced, and when the file last grew."""
+    """The newest step line and the newest held-out line whole, `count` step lines reduced, and the file's mtime."""
     try:
         mtime = os.stat(path).st_mtime
     except OSError:
-        return {"mtime": None, "steps": [], "last": None}
+        return {"mtime": None, "steps": [], "last": None, "held_out": None}
     steps: List[Dict[str, Any]] = []
     last: Optional[Dict[str, Any]] = None
+    held_out: Optional[Dict[str, Any]] = None
     for line in files.tail_lines(path, 2 * count, 2048 * count):
         try:
             record = json.loads(line)
@@ -193,7 +194,9 @@ def metrics_of(path: str, count: int) -> Dict[str, Any]:
         if isinstance(record, dict) and record.get("kind") == "step":
             last = record
             steps.append({key: record[key] for key in _HISTORY if key in record})
-    return {"mtime": mtime, "steps": steps[-count:], "last": last}
+        elif isinstance(record, dict) and record.get("kind") == "held_out":
+            held_out = record
+    return {"mtime": mtime, "steps": steps[-count:], "last": last, "held_out": held_out}
 
 
 def compiled_of(path: str) -> Optional[List[Dict[str, Any]]]:

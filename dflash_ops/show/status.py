@@ -17,7 +17,7 @@ from rich.text import Text
 
 from dflash_ops.run.probes.gpu import Device, GpuDevices, GpuNone, GpuReading, GpuUnknown, role_of
 from dflash_ops.run.probes.log import LogFresh, LogGone, LogReading, LogSilent, LogUnknown
-from dflash_ops.run.probes.snapshot import Progress
+from dflash_ops.run.probes.snapshot import HeldOut, Progress
 from dflash_ops.run.probes.unit import UnitAbsent, UnitEnded, UnitReading, UnitUnknown
 from dflash_ops.run.record import GpuRoles
 from dflash_ops.show.console import STATE_STYLES, console, mark
@@ -166,6 +166,13 @@ def progress_line(progress: Progress, *, over: bool) -> Text:
     return line
 
 
+def held_out_line(held_out: HeldOut) -> str:
+    """`loss 2.310  accepts 2.41  at step 200`, as far as the trainer wrote it."""
+    loss = "" if held_out.loss is None else f"loss {held_out.loss:.3f}  "
+    accepts = "" if held_out.accept_length is None else f"accepts {held_out.accept_length:.2f}  "
+    return f"{loss}{accepts}at step {held_out.step}"
+
+
 def _workers_line(progress: Progress) -> str:
     """`target 0 98 % busy, drafter 0 44 %; bottleneck: targets`, as far as the trainer reports it."""
     shares = [
@@ -196,6 +203,8 @@ def status_view(status: Status, *, lines: int | None = None) -> RenderableType:
     table.add_row("gpu", mark("no" if missing else status.gpu.answer), Text(gpu_line(status.gpu, status.roles)))
     if status.progress is not None:
         table.add_row("step", "", progress_line(status.progress, over=over))
+        if status.progress.held_out is not None:
+            table.add_row("held out", "", Text(held_out_line(status.progress.held_out)))
         workers = _workers_line(status.progress)
         if workers:
             table.add_row("busy", "", Text(workers))

@@ -174,6 +174,8 @@ def _measurements(measured: Mapping[str, Any] | None, trained: Mapping[str, Any]
             yield f"| {row['name']} | {accepted} | {saved:.0f} % | {row['answers']} | {same} |"
         speeds = ", ".join(f"{_number(r['speedup'])}x for {r['name']} ({r['tokens']} tokens)" for r in measured["sets"])
         yield from ("", f"Speedup in transformers on {measured['device']}: {speeds}; it depends on machine and load.")
+    elif (length := trained.get("held_out_accept_length")) is not None:
+        yield f"On blocks of conversations held out of training: {length:.2f} tokens. Real decoding was not measured."
     elif (length := trained.get("accept_length")) is not None:
         yield f"On training blocks before the checkpoint: {length:.2f} tokens. Real decoding was not measured."
     else:

@@ -101,8 +101,23 @@ class DataConfig(Section):
         ge=0,
         description="Rows that may be skipped because the target's features are not finite; one more ends the run",
     )
+    held_out: float | Path | None = Field(
+        None,
+        description="Conversations to measure on and not to train on: a share of data.sources, or sources of their own",
+    )
+    held_out_every: int = Field(
+        200, ge=1, description="Optimizer steps between measurements; another comes before each checkpoint.every"
+    )
+    held_out_rows: int = Field(32, ge=1, description="Most rows of a measurement, the same ones each time")
     cache_dir: Path | None = Field(None, description="Folder of tokenised documents; default: beside the first source")
     seed: int = Field(0, ge=0, description="Seed of document order and anchors")
+
+    @field_validator("held_out")
+    @classmethod
+    def _a_share_leaves_something(cls, held_out: float | Path | None) -> float | Path | None:
+        if isinstance(held_out, float) and not 0 < held_out < 1:
+            raise ValueError("a share must lie between 0 and 1; anything else is a path")
+        return held_out
 
     @model_validator(mode="after")
     def _a_document_fits_into_a_row(self) -> DataConfig:

@@ -30,9 +30,10 @@ from trainer.config.sections import DataConfig, TargetConfig
 from trainer.data.chat import ChatEncoder
 from trainer.data.documents import Bool, DataError, Documents, DocumentWriter, Int32, Statistics
 from trainer.data.ends import configured_ends
+from trainer.data.held_out import split
 from trainer.data.progress import progress
 from trainer.data.records import Text, Tokens, UnsupportedRecordError, parse
-from trainer.data.rows import RowSource
+from trainer.data.rows import RowShape, RowSource
 from trainer.data.sources import count_records, find_files, read_fields, readable
 from trainer.data.templates import RefusedChatError, read_template
 from trainer.pretrained import load_model_config, load_tokenizer
@@ -158,34 +159,76 @@ def _encode_batch(recipe: _Recipe, batch: list[_Fields]) -> list[_Encoded]:
     return [encoder.encode(where, fields) for where, fields in batch]
 
 
-def open_rows(data: DataConfig, target: TargetConfig) -> RowSource:
+class RunRows(NamedTuple):
+    """The rows of a run."""
+
+    training: RowSource
+    held_out: RowSource | None
+    """Of `data.held_out`; one epoch"""
+
+    @property
+    def shape(self) -> RowShape:
+        """Sizes that hold for every row of both."""
+        shape = self.training.shape
+        return shape if self.held_out is None else shape.or_larger(self.held_out.shape)
+
+
+def open_rows(data: DataConfig, target: TargetConfig) -> RunRows:
     """Rows of a run; tokenises the sources where the cache does not hold them yet, and says what became of them.
 
     Raises:
         DataError: a source is missing or damaged, or nothing can be trained on.
         TargetError: the tokenizer cannot be loaded.
     """
-    documents = open_documents(data, target)
-    rows = RowSource(
+    documents, held_out = open_documents(data, target), None
+    if isinstance(data.held_out, float):
+        documents, held_out = split(documents, data.held_out, data.seed)
+    elif data.held_out is not None:
+        held_out = open_documents(data.model_copy(update={"sources": [data.held_out]}), target)
+    rows = _rows(documents, data, data.epochs)
+    _log.info("%s", _describe(documents.statistics, rows, divided=isinstance(data.held_out, float)))
+    _warn_of_padding(rows, data)
+    if held_out is None:
+        return RunRows(rows, None)
+    if not len(held_out):
+        raise DataError(f"data.held_out: none of the records in {data.held_out} can be measured on")
+    measured = _rows(held_out, data, epochs=1)
+    _log.info("%s", _describe_held_out(held_out, measured, data))
+    return RunRows(rows, measured)
+
+
+def _rows(documents: Documents, data: DataConfig, epochs: int) -> RowSource:
+    return RowSource(
         documents,
         sequence_length=data.sequence_length,
         anchors_per_row=data.anchors_per_row,
-        epochs=data.epochs,
+        epochs=epochs,
         seed=data.seed,
     )
-    _log.info("%s", _describe(documents.statistics, rows))
+
+
+def _describe_held_out(documents: Documents, rows: RowSource, data: DataConfig) -> str:
+    of = "data.sources" if isinstance(data.held_out, float) else f"{data.held_out}"
+    text = f"held out: {count(len(documents), 'document')} of {of}, {count(rows.total_rows, 'row')}, "
+    measured = min(rows.total_rows, data.held_out_rows)
+    if measured < rows.total_rows:
+        text += f"of which data.held_out_rows {measured} are measured, "
+    return text + f"every {count(data.held_out_every, 'step')}; rows {rows.content_hash}"
+
+
+def _warn_of_padding(rows: RowSource, data: DataConfig) -> None:
     if rows.fill < _WORTH_A_WARNING:
         _log.warning(
             "rows are %.1f %% full, and padding costs as much as tokens: lower data.sequence_length, to about %d",
             100 * rows.fill,
             max(rows.shape.longest, math.ceil(rows.fill * data.sequence_length), 16),
         )
-    return rows
 
 
-def _describe(found: Statistics, rows: RowSource) -> str:
+def _describe(found: Statistics, rows: RowSource, *, divided: bool) -> str:
     """One line: what became of the records, and how full the rows are; what did not happen is left out."""
-    text = f"{found.documents} of {count(found.records, 'record')} can be trained on: "
+    rest = " and are not held out" if divided else ""
+    text = f"{found.documents} of {count(found.records, 'record')} can be trained on{rest}: "
     text += f"{count(found.tokens, 'token')}, {found.supervised} supervised; "
     if found.unanchored:
         refused = f", of which the chat template refused {found.refused}" if found.refused else ""

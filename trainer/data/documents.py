@@ -11,7 +11,7 @@ import json
 import os
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import BinaryIO
 
@@ -67,18 +67,20 @@ def anchor_candidates(supervised: Bool) -> Int64:
 
 @dataclass(frozen=True)
 class Documents:
-    """Tokenised documents in flat arrays; document d is `tokens[offsets[d] : offsets[d + 1]]`."""
+    """Tokenised documents in flat arrays; document d of the arrays is `tokens[offsets[d] : offsets[d + 1]]`."""
 
     tokens: Int32
     """[T] token ids"""
     supervised: Bool
     """[T] tokens under the loss"""
     offsets: Int64
-    """[N + 1]"""
+    """[N + 1], of all documents in the arrays"""
     candidates: Int64
     """[N] number of anchor positions, at least 1"""
     statistics: Statistics
     content_hash: str
+    numbers: Int64 | None = None
+    """[N] where the documents stand in the arrays, ascending; None: these are all of them"""
 
     def __len__(self) -> int:
         return len(self.candidates)
@@ -86,12 +88,26 @@ class Documents:
     @property
     def lengths(self) -> Int64:
         """[N] tokens of each document."""
-        return np.diff(self.offsets)
+        lengths = np.diff(self.offsets)
+        return lengths if self.numbers is None else lengths[self.numbers]
 
     def document(self, number: int) -> tuple[Int32, Bool]:
         """Token ids and supervision of one document."""
-        span = slice(int(self.offsets[number]), int(self.offsets[number + 1]))
+        place = self.place(number)
+        span = slice(int(self.offsets[place]), int(self.offsets[place + 1]))
         return self.tokens[span], self.supervised[span]
+
+    def place(self, number: int) -> int:
+        """Where a document stands among all of the sources that can be trained on."""
+        return number if self.numbers is None else int(self.numbers[number])
+
+    def part(self, numbers: Int64, content_hash: str) -> Documents:
+        """Some of these documents, which are all of the arrays, in the same arrays."""
+        lengths = self.lengths[numbers]
+        part = replace(self, candidates=self.candidates[numbers], content_hash=content_hash, numbers=numbers)
+        supervised = sum(int(part.document(number)[1].sum()) for number in range(len(numbers)))
+        statistics = replace(self.statistics, documents=len(numbers), tokens=int(lengths.sum()), supervised=supervised)
+        return replace(part, statistics=statistics)
 
     @classmethod
     def from_lists(

@@ -55,6 +55,11 @@ class RowShape:
     longest: int
     """Most tokens in a document"""
 
+    def or_larger(self, other: RowShape) -> RowShape:
+        """A shape that rows of both sources keep to."""
+        documents, longest = max(self.documents, other.documents), max(self.longest, other.longest)
+        return RowShape(self.tokens, self.anchors, documents, longest)
+
 
 class RowSource:
     """Random access to the rows of all epochs. Safe to use from several threads.
@@ -114,7 +119,7 @@ class RowSource:
     @property
     def fill(self) -> float:
         """Share of the rows' tokens that are not padding."""
-        return float(self._documents.offsets[-1] / (self._layout.rows * self._length))
+        return float(self._documents.lengths.sum() / (self._layout.rows * self._length))
 
     @property
     def content_hash(self) -> str:
@@ -170,7 +175,8 @@ class RowSource:
 
     def documents(self, number: int) -> list[int]:
         """Numbers of the documents in row `number`, ascending; 0 is the first of those that can be trained on."""
-        return sorted(self._members(*divmod(number, self._layout.rows)).tolist())
+        members = self._members(*divmod(number, self._layout.rows)).tolist()
+        return sorted(map(self._documents.place, members))
 
     def _members(self, epoch: int, place: int) -> Int64:
         """Documents of the row at `place` of an epoch."""

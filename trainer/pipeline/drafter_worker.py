@@ -19,10 +19,10 @@ from torch import Tensor
 
 from trainer.drafter.config import DrafterConfig
 from trainer.exchange.reduce import GradientExchange
-from trainer.pipeline.shared import FeatureBuffer, Shared
+from trainer.pipeline.shared import Delivery, FeatureBuffer, Shared
 from trainer.pipeline.skipped import SkippedRows
 from trainer.pipeline.threads import working_on
-from trainer.pipeline.types import StepReport, TrainState
+from trainer.pipeline.types import HeldOutReport, StepReport, TrainState
 from trainer.pipeline.worker import Worker
 from trainer.step.optim import Schedule
 from trainer.step.step import DrafterStep, StepNumbers
@@ -48,6 +48,15 @@ class _Pending:
     host: Tensor
     rows: list[int]
     finite: Tensor  # [rows] on the host: were the target's features of the row?
+    done: torch.cuda.Event | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Measurement:
+    """A measurement that is enqueued, and whose numbers are under way to the host."""
+
+    step: int
+    host: Tensor
     done: torch.cuda.Event | None
 
 
@@ -92,6 +101,8 @@ class DrafterWorker(Worker):
         self._saves = shared.plan.first + number == 0
         self._lag = RUN_AHEAD if device.type == "cuda" else 1
         self._pending: deque[_Pending] = deque()
+        self._measurements: deque[_Measurement] = deque()
+        self._held_out: HeldOutReport | None = None  # the newest one
         self._last_settled = 0.0
         self._stop_after = shared.plan.total_steps
         self._saved = 0  # checkpoints handed over
@@ -142,11 +153,13 @@ class DrafterWorker(Worker):
                 self._one_step()
                 while len(self._pending) >= self._lag:
                     self._settle()
+                if self.shared.plan.measures_after(self.step) and not self._stops():
+                    self._measure()
+                self._settle_measurements()
                 if self._saves and self._is_time_to_save():
                     self.shared.checkpoint_requested.clear()
                     self._save()
-            while self._pending:
-                self._settle()
+            self._settle_all()
             if self._saves and self._saved_step != self.step:
                 self._save()
             if self._leads_process:
@@ -157,24 +170,14 @@ class DrafterWorker(Worker):
 
     def _one_step(self) -> None:
         step = self._drafter_step
-        ring = self.shared.deliveries[self._number]
         tokens = anchors = epoch = 0
         rows: list[int] = []
         finite: list[Tensor] = []
         for _ in range(self.shared.plan.gradient_accumulation_steps):
-            taken = ring.take()
-            assert taken is not None, "the plan has rows for every step"
-            k, delivery = taken
-            if self.stream is not None and delivery.ready is not None:
-                self.stream.wait_event(delivery.ready)
-            prepared, buffer = delivery.prepared, delivery.buffer
+            k, delivery = self._take()
+            prepared = delivery.prepared
             with self.meter.busy(rows=1):
-                finite.append(buffer.finite.clone())
-                valid = prepared.row.anchor_valid.to(self.device, non_blocking=True) & finite[-1]
-                step.load(replace(prepared.row, anchor_valid=valid), buffer.hidden, buffer.last_hidden)
-                if self.stream is not None:
-                    buffer.read = self.stream.record_event()
-                ring.release(k)
+                finite.append(self._load(k, delivery))
                 step.accumulate(prepared.valid_slots)
             rows.append(prepared.row.number)
             tokens, anchors, epoch = tokens + prepared.tokens, anchors + prepared.anchors, prepared.row.epoch
@@ -183,11 +186,42 @@ class DrafterWorker(Worker):
         with self.meter.busy():
             self._update()
         host, host_finite = self._to_host(step.result), self._to_host(torch.stack(finite))
-        done = None
+        self._pending.append(_Pending(self.step, epoch, host, rows, host_finite, self._mark()))
+
+    def _take(self) -> tuple[int, Delivery]:
+        taken = self.shared.deliveries[self._number].take()
+        assert taken is not None, "the plan has rows for every step and every measurement"
+        if self.stream is not None and taken[1].ready is not None:
+            self.stream.wait_event(taken[1].ready)
+        return taken
+
+    def _load(self, k: int, delivery: Delivery) -> Tensor:
+        """Copy the row to the step's buffers and give its place back; [] bool: are the target's features finite?"""
+        row, buffer = delivery.prepared.row, delivery.buffer
+        finite = buffer.finite.clone()
+        valid = row.anchor_valid.to(self.device, non_blocking=True) & finite
+        self._drafter_step.load(replace(row, anchor_valid=valid), buffer.hidden, buffer.last_hidden)
         if self.stream is not None:
-            done = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
-            done.record(self.stream)
-        self._pending.append(_Pending(self.step, epoch, host, rows, host_finite, done))
+            buffer.read = self.stream.record_event()
+        self.shared.deliveries[self._number].release(k)
+        return finite
+
+    def _measure(self) -> None:
+        """Run this drafter's held-out rows, and add up with the others'; training is left as it was."""
+        measured = self._drafter_step.measured
+        for _ in range(self.shared.plan.held_out_rows_of(self._number)):
+            k, delivery = self._take()
+            if delivery.passed_over or self.shared.stop_requested.is_set():
+                self.shared.deliveries[self._number].release(k)
+                measured[-1].add_(1)
+                continue
+            with self.meter.busy(rows=1):
+                finite = self._load(k, delivery)
+                self._drafter_step.measure(delivery.prepared.valid_slots, finite)
+        self._exchange.all_reduce(measured)
+        host = self._to_host(measured)
+        measured.zero_()
+        self._measurements.append(_Measurement(self.step, host, self._mark()))
 
     def _update(self) -> None:
         """Apply the gradients; notes where it begins and ends, for `copy_finished_state`."""
@@ -202,6 +236,42 @@ class DrafterWorker(Worker):
     def _to_host(self, tensor: Tensor) -> Tensor:
         host = torch.empty_like(tensor, device="cpu", pin_memory=self.stream is not None)
         return host.copy_(tensor, non_blocking=True)
+
+    def _mark(self) -> torch.cuda.Event | None:
+        """An event that the host can wait for once all that is enqueued so far is done; None on a CPU."""
+        if self.stream is None:
+            return None
+        done = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+        done.record(self.stream)
+        return done
+
+    def _stops(self) -> bool:
+        """Whether all drafters agreed to end after this step, before the last one."""
+        return self.step == self._stop_after < self.shared.plan.total_steps
+
+    def _settle_all(self) -> None:
+        while self._pending:
+            self._settle()
+        self._settle_measurements()
+
+    def _settle_measurements(self) -> None:
+        """Report each measurement behind whose step nothing is left to settle."""
+        while self._measurements and not (self._pending and self._pending[0].step <= self._measurements[0].step):
+            measurement = self._measurements.popleft()
+            if measurement.done is not None:
+                measurement.done.synchronize()
+            summary, skipped, passed_over = self._drafter_step.read_measured(measurement.host)
+            now = time.monotonic()
+            seconds, self._last_settled = now - self._last_settled, now  # no part of the next step's time
+            if passed_over:
+                continue
+            loss, accept_length = summary["loss"], summary["accept_length"]
+            assert isinstance(loss, float)
+            assert isinstance(accept_length, float)
+            rows = self.shared.plan.held_out_rows
+            self._held_out = HeldOutReport(measurement.step, loss, accept_length, rows, skipped, seconds)
+            if self._leads_process:
+                self.shared.reports.put(self._held_out)
 
     def _settle(self) -> None:
         """Wait for the oldest step under way, look at its numbers, and report them."""
@@ -265,8 +335,7 @@ class DrafterWorker(Worker):
 
     def _save(self) -> None:
         """Hand the state to the checkpoint thread; waits while it still writes an older one."""
-        while self._pending:  # a step that was not finite must not be saved
-            self._settle()
+        self._settle_all()  # a step that was not finite must not be saved
         self.shared.checkpoints.reserve(self._saved)
         handed_over = self.shared.unsaved = self._state(), self._sums
         self.shared.checkpoints.put(self._saved, handed_over)
@@ -286,7 +355,8 @@ class DrafterWorker(Worker):
     def _train_state(self, step: int, weights: Mapping[str, Tensor], moments: Mapping[str, Tensor]) -> TrainState:
         pending = sum(self._drafter_step.read(each.host).tokens for each in list(self._pending) if each.step <= step)
         row = self.shared.plan.row_after(step)
-        return TrainState(step, weights, moments, row, self._tokens + pending, self._schedule)
+        held_out = self._held_out if self._held_out is not None and self._held_out.step == step else None
+        return TrainState(step, weights, moments, row, self._tokens + pending, self._schedule, held_out)
 
     def copy_finished_state(self) -> tuple[TrainState, Tensor | None] | None:
         """The state after the last finished step, for another thread when this worker hangs inside a step.

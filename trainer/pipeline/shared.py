@@ -13,9 +13,9 @@ from torch import Tensor
 from trainer.compilation.phase import CompilePhase
 from trainer.config.sections import RunConfig
 from trainer.exchange.reduce import ExchangeError, GradientExchange
-from trainer.pipeline.plan import RowPlan
+from trainer.pipeline.plan import PlannedRow, RowPlan
 from trainer.pipeline.queues import Ring
-from trainer.pipeline.types import StepReport, TrainState
+from trainer.pipeline.types import HeldOutReport, StepReport, TrainState
 from trainer.step.step import PreparedRow
 
 log = logging.getLogger(__name__)
@@ -38,6 +38,7 @@ class Delivery:
     prepared: PreparedRow
     buffer: FeatureBuffer
     ready: torch.cuda.Event | None
+    passed_over: bool = False  # a held-out row that a stop left without features
 
 
 @dataclass
@@ -47,12 +48,12 @@ class Shared:
     config: RunConfig
     plan: RowPlan
     phase: CompilePhase
-    rows: Ring[PreparedRow]
+    rows: Ring[tuple[PlannedRow, PreparedRow]]
     deliveries: list[Ring[Delivery]]  # one a drafter
     buffers: list[list[FeatureBuffer]]  # [drafter][place of its ring]
     checkpoints: Ring[tuple[TrainState, Tensor | None]] = field(default_factory=lambda: Ring(1))
     exchanges: list[GradientExchange] = field(default_factory=list)
-    reports: queue.SimpleQueue[StepReport] = field(default_factory=queue.SimpleQueue)
+    reports: queue.SimpleQueue[StepReport | HeldOutReport] = field(default_factory=queue.SimpleQueue)
     started: threading.Event = field(default_factory=threading.Event)
     ending: threading.Event = field(default_factory=threading.Event)
     stop_requested: threading.Event = field(default_factory=threading.Event)

@@ -42,7 +42,16 @@ from trainer.pipeline.shared import Shared
 from trainer.pipeline.skipped import SkippedRows
 from trainer.pipeline.statistics import WorkerStatistics, describe
 from trainer.pipeline.target_worker import TargetWorker
-from trainer.pipeline.types import Hooks, Outcome, PipelineConfigError, PipelineError, StopOverdueError, TrainState
+from trainer.pipeline.types import (
+    HeldOutReport,
+    Hooks,
+    Outcome,
+    PipelineConfigError,
+    PipelineError,
+    StepReport,
+    StopOverdueError,
+    TrainState,
+)
 from trainer.pipeline.worker import Worker
 from trainer.step.optim import Schedule
 from trainer.target.model import Target
@@ -68,6 +77,7 @@ class Pipeline:
         processes: Processes | None = None,
         *,
         load_target: Callable[[torch.device], Target] | None = None,
+        held_out: RowSource | None = None,
     ) -> None:
         """Nothing runs before `run`.
 
@@ -77,9 +87,11 @@ class Pipeline:
                 `run`.
             load_target: loads a target onto a device; called once per target worker in the thread that calls `run`,
                 since loading changes torch's default type for a moment. Default: the one that `config.target` names.
+            held_out: rows to measure on and not to train on; of the same lengths as those of `source`.
         """
         self._config, self._drafter_config, self._source = config, drafter_config, source
         self._hooks, self._start, self._processes = hooks, start, processes
+        self._held_out = held_out
         self._load_target = load_target or partial(Target.of_run, config, drafter_config.target_layer_ids)
 
     def run(self) -> Outcome:
@@ -149,12 +161,15 @@ class Pipeline:
         config = self._config
         target = config.target
         described = {"drafter": asdict(self._drafter_config), "objective": config.objective.model_dump(mode="json")}
+        held_out_hash = self._held_out.content_hash if self._held_out is not None else None
         described["optimizer"] = config.optimizer.model_dump(mode="json")
         settings = {f"{section}.{name}": value for section, found in described.items() for name, value in found.items()}
         return {
             "start step": self._start.step if self._start is not None else 0,
             "start row": self._start.row if self._start is not None else 0,
             "rows": f"{self._source.total_rows} of {self._source.content_hash}",
+            "held-out rows": self._held_out_rows() and f"{self._held_out_rows()} of {held_out_hash}",
+            "data.held_out_every": config.data.held_out_every,
             "seed": config.seed,
             "target.path": target.path,
             "target.gguf_file": target.gguf_file,
@@ -176,7 +191,12 @@ class Pipeline:
             )
         if done > steps:
             raise PipelineConfigError(f"the checkpoint is at step {done}, past this run's last step {steps}")
-        return RowPlan(drafters, group.first_drafter, group.drafters, rows, done, steps, row)
+        every = (self._config.data.held_out_every, self._config.checkpoint.every)
+        held_out = self._held_out_rows()
+        return RowPlan(drafters, group.first_drafter, group.drafters, rows, done, steps, row, held_out, every)
+
+    def _held_out_rows(self) -> int:
+        return min(self._held_out.total_rows, self._config.data.held_out_rows) if self._held_out is not None else 0
 
     def _schedule(self, plan: RowPlan) -> Schedule:
         if self._start is not None and self._start.schedule is not None:
@@ -196,7 +216,10 @@ class Pipeline:
         for device in target_devices:
             processes.peers.check()
             loaded.append(self._load_target(device))
-        targets = [TargetWorker(number, shared, target, self._source.shape) for number, target in enumerate(loaded)]
+        shape = self._source.shape
+        if self._held_out is not None:
+            shape = shape.or_larger(self._held_out.shape)
+        targets = [TargetWorker(number, shared, target, shape) for number, target in enumerate(loaded)]
         tables = Tables(loaded[0])
         weights = start.drafter if start is not None else self._fresh_weights(loaded[0])
         if processes.world_size > 1:
@@ -206,6 +229,7 @@ class Pipeline:
             self._source,
             self._drafter_config.block_size,
             pin=any(device.type == "cuda" for device in (*target_devices, *drafter_devices)),
+            held_out=self._held_out,
         )
         skipped = SkippedRows(self._source, self._config.data.max_skipped_rows)
         drafters = []
@@ -293,14 +317,20 @@ class Pipeline:
                 if end == math.inf and not any(worker.is_alive() for worker in workers if worker.name == "checkpoint"):
                     end = time.monotonic() + END_SECONDS
             with contextlib.suppress(queue.Empty):
-                self._hooks.on_step(shared.reports.get(timeout=POLL_SECONDS))
+                self._pass_on(shared.reports.get(timeout=POLL_SECONDS))
         if not shared.ending.is_set():
             self._pass_on_reports(shared)
 
     def _pass_on_reports(self, shared: Shared) -> None:
         with contextlib.suppress(queue.Empty):
             while True:
-                self._hooks.on_step(shared.reports.get_nowait())
+                self._pass_on(shared.reports.get_nowait())
+
+    def _pass_on(self, report: StepReport | HeldOutReport) -> None:
+        if isinstance(report, HeldOutReport):
+            self._hooks.on_held_out(report)
+        else:
+            self._hooks.on_step(report)
 
     def _look_at_peers(self, shared: Shared, group: Group) -> None:
         if (failure := group.processes.peers.failure()) is not None:

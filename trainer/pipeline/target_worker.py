@@ -29,15 +29,17 @@ class TargetWorker(Worker):
     def work(self) -> None:
         shared = self.shared
         while (taken := shared.rows.take()) is not None:
-            count, prepared = taken
+            count, (planned, prepared) = taken
             shared.rows.release(count)
-            drafter, k = shared.plan.place(prepared.row.number)
-            ring = shared.deliveries[drafter]
-            buffer = shared.buffers[drafter][ring.reserve(k)]
+            ring = shared.deliveries[planned.drafter]
+            buffer = shared.buffers[planned.drafter][ring.reserve(planned.k)]
+            if planned.held_out and shared.stop_requested.is_set():  # a stop does not wait for a measurement
+                ring.put(planned.k, Delivery(prepared, buffer, None, passed_over=True))
+                continue
             with self.meter.busy(rows=1):
                 features = self._maker.make(prepared.row)
                 ready = self._deliver(features, buffer)
-            ring.put(k, Delivery(prepared, buffer, ready))
+            ring.put(planned.k, Delivery(prepared, buffer, ready))
 
     @torch.no_grad()
     def _deliver(self, features: Features, buffer: FeatureBuffer) -> torch.cuda.Event | None:

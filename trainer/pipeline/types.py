@@ -16,6 +16,18 @@ from trainer.step.optim import Schedule
 
 
 @dataclass(frozen=True, slots=True)
+class HeldOutReport:
+    """What the drafter did on the held-out rows after a step, pooled over every drafter of every process."""
+
+    step: int
+    loss: float  # as a step's
+    accept_length: float
+    rows: int
+    skipped_rows: int  # of these, for features that were not finite
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
 class TrainState:
     """All that training needs to go on from a step boundary; every tensor is on the CPU and owned by this object."""
 
@@ -25,6 +37,7 @@ class TrainState:
     row: int = 0  # the row that comes next
     tokens: int = 0  # trained so far, padding left out
     schedule: Schedule | None = None  # None: one that ends with the run
+    held_out: HeldOutReport | None = None  # measured with just these weights; no part of what training needs
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +79,7 @@ class Hooks:
     on_status: Callable[[str], None] = lambda text: None  # "compiling drafter 1/3"
     on_compiled: Callable[[list[dict[str, Any]]], None] = lambda reports: None  # one JSON-able report a worker
     on_step: Callable[[StepReport], None] = lambda report: None
+    on_held_out: Callable[[HeldOutReport], None] = lambda report: None
     on_failure: Callable[[], None] = lambda: None  # no more steps come; a last checkpoint may still take minutes
     should_stop: Callable[[], bool] = lambda: False
     should_checkpoint: Callable[[], bool] = lambda: False

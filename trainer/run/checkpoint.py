@@ -88,7 +88,7 @@ def save(
     """Write the checkpoint of `step` below `folder` and drop those that `keep` no longer wants; returns its path.
 
     Until the last rename nothing that was there is touched, so a kill or a full disk costs the new one only. `metrics`
-    holds `accept_length` where it is known: `keep.keep_best` goes by it.
+    holds `held_out_accept_length` and `accept_length` where they are known: `keep.keep_best` goes by them, see `_best`.
 
     Raises:
         CheckpointError: when the files can't be written; the earlier checkpoints stay.
@@ -241,17 +241,34 @@ def _was_whole(path: Path, files: tuple[tuple[str, int, int], ...]) -> bool:
 
 
 def _best(paths: Iterable[Path]) -> Path | None:
-    """The checkpoint with the longest accepted length, of equal ones the newest; None where none tells it."""
-    lengths = {path: _accept_length(path) for path in paths}
-    known = {path: length for path, length in lengths.items() if length is not None}
+    """The checkpoint with the longest accepted length, of equal ones the newest; None where none tells it.
+
+    Where there are checkpoints with a measurement on held-out rows, it is one of them: one with the newest one's rows.
+    """
+    paths = sorted(paths, key=_step)
+    measured = {path: length for path in paths if (length := _metric(path, "held_out_accept_length")) is not None}
+    rows = {path: _held_out_rows(path) for path in measured}
+    if measured:
+        newest = rows[max(measured, key=_step)]
+        known = {path: length for path, length in measured.items() if rows[path] == newest}
+    else:
+        known = {path: length for path in paths if (length := _metric(path, "accept_length")) is not None}
     return max(known, key=lambda path: (known[path], _step(path))) if known else None
 
 
-def _accept_length(path: Path) -> float | None:
+def _metric(path: Path, name: str) -> float | None:
     try:
-        length = float(_read_json(path / MANIFEST)["metrics"]["accept_length"])
-        return length if math.isfinite(length) else None
+        value = float(_read_json(path / MANIFEST)["metrics"][name])
+        return value if math.isfinite(value) else None
     except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def _held_out_rows(path: Path) -> Any:
+    """What names the held-out rows of a checkpoint's run."""
+    try:
+        return _read_json(path / RUN).get("held_out")
+    except (OSError, ValueError, AttributeError):
         return None
 
 

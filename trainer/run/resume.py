@@ -21,6 +21,7 @@ UNIMPORTANT = (
     "checkpoint.",
     "telemetry.",
     "data.cache_dir",
+    "data.held_out",  # what it takes from the training rows shows in the data's hash
     "data.max_skipped_rows",
     "optimizer.on_schedule_change",
     "pipeline.compile_cache",
@@ -42,6 +43,11 @@ def facts(settings: RunConfig, source: RowSource, target_config: Any, processes:
         "drafters": drafters,
         "rows a step": drafters * settings.optimizer.gradient_accumulation_steps,
     }
+
+
+def held_out_name(held_out: RowSource, settings: RunConfig) -> str:
+    """Name what is measured: checkpoints are compared only by the same rows."""
+    return f"{settings.data.held_out_rows} of {held_out.content_hash}"
 
 
 def target_digest(path: str, target_config: Any) -> str | None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import logging
+import math
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -35,7 +36,7 @@ from trainer.run.checkpoint import WholeCheckpoint
 from trainer.run.checks import describe_drafter, describe_length, refuse_another_drafter, warn_of_length
 from trainer.run.directory import RunDirectory
 from trainer.run.notify import Notifier
-from trainer.run.resume import facts, refuse_later, resumed_schedule, warn_of_differences
+from trainer.run.resume import facts, held_out_name, refuse_later, resumed_schedule, warn_of_differences
 from trainer.run.signals import Interrupted, Signals
 from trainer.run.telemetry import Telemetry
 from trainer.run.watch import START_SECONDS, Watch
@@ -87,7 +88,7 @@ def _run(
     drafters = sum(processes.peers.share(len(settings.pipeline.drafters)))
     rows = drafters * settings.optimizer.gradient_accumulation_steps  # of a step
     notifier.status("reading data")
-    source = open_rows(settings.data, settings.target)
+    source, held_out = open_rows(settings.data, settings.target)
     processes.peers.check()
     target_config, tokenizer = load_model_config(settings.target), load_tokenizer(settings.target)
     drafter_config = config_for_target(settings.drafter, target_config, tokenizer)
@@ -108,7 +109,8 @@ def _run(
     say("%s; rows %s", describe_drafter(drafter_config, settings), source.content_hash)
     say("%s", describe_length(settings, source, rows, total))
     if first:
-        warn_of_length(source, target_config)
+        for rows_read in filter(None, (source, held_out)):
+            warn_of_length(rows_read, target_config)
 
     telemetry, run_id = None, None
     if first:  # of several processes, it alone writes
@@ -121,9 +123,13 @@ def _run(
         if telemetry is not None:
             telemetry.event("resume", step=step, row=row, checkpoint=str(start.path))
     noted = {"rows_per_step": rows, "content_hash": source.content_hash, "run_id": run_id, "facts": now}
-    watch = Watch(run_dir, settings, noted, drafter_config, telemetry, notifier, signals)
+    measured = 0  # rows of a drafter
+    if held_out is not None:
+        noted["held_out"] = held_out_name(held_out, settings)
+        measured = math.ceil(min(held_out.total_rows, settings.data.held_out_rows) / drafters)
+    watch = Watch(run_dir, settings, noted, drafter_config, telemetry, notifier, signals, measured)
     state = resumed_start(start, schedule) if start is not None else released_start(settings)
-    pipeline = Pipeline(settings, drafter_config, source, watch.hooks(), state, processes)
+    pipeline = Pipeline(settings, drafter_config, source, watch.hooks(), state, processes, held_out=held_out)
     return _train(pipeline, watch, signals, say)
 
 

@@ -14,6 +14,7 @@ import math
 import os
 import time
 from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -21,9 +22,9 @@ import torch
 from torch import Tensor
 
 from trainer.config.sections import TelemetryConfig
-from trainer.pipeline.types import StepReport
+from trainer.pipeline.types import HeldOutReport, StepReport
 from trainer.step.objective import summarise
-from trainer.wording import finite
+from trainer.wording import count, finite
 
 
 class TelemetryError(Exception):
@@ -77,6 +78,13 @@ class Telemetry:
             return None
         self._wrote_first = True
         return self._flush()
+
+    def held_out(self, report: HeldOutReport) -> None:
+        """Write a line of kind `held_out`, and the same to every sink."""
+        self.event("held_out", **asdict(report))
+        values = {"held_out/loss": report.loss, "held_out/accept_length": report.accept_length}
+        for sink in self._sinks:
+            sink.write(report.step, {name: value for name, value in values.items() if math.isfinite(value)})
 
     def close(self) -> None:
         """Write what the window holds and close every sink."""
@@ -142,9 +150,12 @@ def scalars(record: Mapping[str, Any]) -> dict[str, float]:
     }
 
 
-def checkpoint_metrics(sums: Tensor) -> dict[str, float]:
-    """What a checkpoint notes of the steps since the one before, whose pooled slot sums these are."""
-    return {name: value for name, value in summarise(sums).items() if isinstance(value, float) and math.isfinite(value)}
+def checkpoint_metrics(sums: Tensor | None, held_out: HeldOutReport | None = None) -> dict[str, float]:
+    """What a checkpoint notes of the steps since the one before, by their pooled slot sums, and of its own weights."""
+    values: dict[str, Any] = dict(summarise(sums)) if sums is not None else {}
+    if held_out is not None:
+        values |= {"held_out_loss": held_out.loss, "held_out_accept_length": held_out.accept_length}
+    return {name: value for name, value in values.items() if isinstance(value, float) and math.isfinite(value)}
 
 
 def status_line(record: Mapping[str, Any]) -> str:
@@ -153,6 +164,13 @@ def status_line(record: Mapping[str, Any]) -> str:
     speed = f"{rate / 1000:.1f}k" if rate >= 1000 else f"{rate:.0f}"
     progress = f"step {record['step']}/{record['total_steps']}"
     return f"{progress} loss {record['loss']:.3f} accept {record['accept_length']:.2f} {speed} tok/s"
+
+
+def held_out_line(report: HeldOutReport) -> str:
+    """`step 200 held out: loss 2.310 accept 2.41, 32 rows`, for the log."""
+    skipped = f", {report.skipped_rows} left out for features that are not finite" if report.skipped_rows else ""
+    text = f"step {report.step} held out: loss {report.loss:.3f} accept {report.accept_length:.2f}"
+    return f"{text}, {count(report.rows, 'row')}{skipped}"
 
 
 class _TensorBoard:

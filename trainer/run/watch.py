@@ -14,11 +14,11 @@ from torch import Tensor
 
 from trainer.config.sections import RunConfig
 from trainer.drafter.config import DrafterConfig
-from trainer.pipeline.types import Hooks, StepReport, TrainState
+from trainer.pipeline.types import HeldOutReport, Hooks, StepReport, TrainState
 from trainer.run import checkpoint
 from trainer.run.notify import Notifier
 from trainer.run.signals import Signals
-from trainer.run.telemetry import Telemetry, checkpoint_metrics, pool, status_line
+from trainer.run.telemetry import Telemetry, checkpoint_metrics, held_out_line, pool, status_line
 
 logger = logging.getLogger(__name__)
 
@@ -30,6 +30,7 @@ SILENCE_SECONDS = 1800.0
 # disk or a machine that is looked after may cause.
 SLOWEST_STEPS, LEAST_WATCHDOG_SECONDS = 20, 300.0
 MEASURED_STEPS = 20
+SLOWEST_ROWS = 3  # a held-out row takes no longer than a step, so a measurement has three times what it needs
 METRICS_SECONDS = 2.0  # for the metrics of a step to be written before its checkpoint is
 
 
@@ -48,7 +49,9 @@ class Watch:
         telemetry: Telemetry | None,
         notifier: Notifier,
         signals: Signals,
+        measured_rows: int = 0,
     ) -> None:
+        """`measured_rows`: held-out rows that a drafter measures between two steps."""
         self._run_dir = run_dir
         self._settings = settings
         self._noted = noted  # of the run, by each checkpoint
@@ -56,6 +59,7 @@ class Watch:
         self._telemetry = telemetry
         self._notifier = notifier
         self._signals = signals
+        self._measured_rows = measured_rows
         self._trained = 0  # steps
         self._slowest = 0.0  # seconds of a step, the first left out
         self._ending = False
@@ -68,6 +72,7 @@ class Watch:
             on_status=self._on_status,
             on_compiled=self._on_compiled,
             on_step=self._on_step,
+            on_held_out=self._on_held_out,
             on_failure=self._expect_the_end,
             should_stop=self._should_stop,
             should_checkpoint=self._signals.take_checkpoint_request,
@@ -109,6 +114,12 @@ class Watch:
             self._reported = report.step
             self._progress.notify_all()
 
+    def _on_held_out(self, report: HeldOutReport) -> None:
+        self._notifier.ping()
+        if self._telemetry is not None:
+            self._telemetry.held_out(report)
+            logger.info("%s", held_out_line(report))
+
     def _should_stop(self) -> bool:
         self._signals.training = True  # whoever asks will end the run in order
         if not self._signals.stop:
@@ -143,7 +154,7 @@ class Watch:
                 "schedule": asdict(state.schedule) if state.schedule is not None else None,
                 **self._noted,
             },
-            metrics=checkpoint_metrics(sums) if sums is not None else {},
+            metrics=checkpoint_metrics(sums, state.held_out),
             keep=self._settings.checkpoint,
         )
         logger.info("checkpoint of step %d: %s", state.step, path)
@@ -154,4 +165,4 @@ class Watch:
         """The period that the measured steps ask for; None before enough of them are measured."""
         if self._trained < MEASURED_STEPS:
             return None
-        return max(LEAST_WATCHDOG_SECONDS, SLOWEST_STEPS * self._slowest)
+        return max(LEAST_WATCHDOG_SECONDS, max(SLOWEST_STEPS, SLOWEST_ROWS * self._measured_rows) * self._slowest)

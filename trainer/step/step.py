@@ -11,6 +11,10 @@ them. In their order:
     backward  slot weights (they may depend on all losses), the weighted gradient, back through the layers
     update    after the gradient exchange: divide by the weight sum, clip, optimizer, clear the gradients
 
+A held-out row ends in another piece than `backward`:
+
+    measure   slot weights and metric sums, added up in `measured`; no gradient, and nothing that training reads
+
 Gradients and metric sums live in one flat buffer, `exchanged`, which is all that drafters have to add up. Nothing here
 asks the device anything; `result` is read later by whoever wants the numbers.
 
@@ -91,6 +95,16 @@ class Forward(NamedTuple):
     teacher: Tensor | None  # [N] place in [S]
 
 
+class Pieces(NamedTuple):
+    """What runs over the buffers, in the order of the module's docstring."""
+
+    forward: Callable[[], None]
+    chunk: Callable[[], None]
+    measure: Callable[[], None]
+    backward: Callable[[], None]
+    update: Callable[[], None]
+
+
 @dataclass(frozen=True, slots=True)
 class StepNumbers:
     """The pooled numbers of one optimizer step, read from `DrafterStep.result`."""
@@ -162,19 +176,21 @@ class DrafterStep:
         self.result = zeros(self._sum_count + 3 + 1, dtype=torch.float32)
         """Sums and counts of the step, and the gradient norm; written by `update`. See `read`."""
         self._gradients, self._tail = self.exchanged[:weights], self.exchanged[weights:]
+        self.measured = zeros(self._sum_count + 2, dtype=torch.float64)
+        """Slot sums of the held-out rows, rows with features that are not finite, rows that were passed over."""
         start = 0
         for parameter in parameters:  # autograd adds into an existing .grad in place
             parameter.grad = self._gradients[start : start + parameter.numel()].view_as(parameter)
             start += parameter.numel()
 
-        self._state: Forward
+        self._state: Forward | None = None
         self._run_prologue: Callable[[], Prologue] = self._prologue
         self._run_layer: Callable[..., Tensor] = layer_over_row
         self._run_epilogue: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] = self._epilogue
         self._run_head: Callable[..., tuple[Tensor, Tensor, Tensor, Tensor]] = self._head_chunk
         self._run_weigh: Callable[..., tuple[Tensor, Tensor]] = self._weigh
         self._flex = False
-        self._pieces = (self._forward, self._one_chunk, self._backward, self._update)
+        self._pieces = Pieces(self._forward, self._one_chunk, self._measure, self._backward, self._update)
 
     @classmethod
     def build(
@@ -224,21 +240,24 @@ class DrafterStep:
         before = schedule.clone()
         self._load_synthetic()
         for _ in range(WARM_UP_STEPS):
-            for piece in (self._forward, self._one_chunk, self._backward):
+            for piece in (self._forward, self._one_chunk, self._measure, self._backward):
                 piece()
             # The optimizer runs all its kernels over a gradient that is no number, and changes nothing: a copy of a
             # large drafter's state would take as long as compiling it.
             self.exchanged.fill_(float("nan"))
             self._update()
-        self._pieces = (
+        # In the order of their replay. `measure` stands before `backward`, which gives the row's memory back.
+        self._pieces = Pieces(
             turn.capture("forward", self._forward),
             turn.capture("chunk", self._one_chunk),
+            turn.capture("measure", self._measure),
             turn.capture("backward", self._backward),
             turn.capture("update", self._update),
         )
         schedule.copy_(before)
         self.exchanged.zero_()
         self._sums.zero_()
+        self.measured.zero_()
 
     def copy_state(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """The drafter's and the optimizer's state on the CPU, owned by the caller; waits for the device."""
@@ -279,11 +298,20 @@ class DrafterStep:
 
     def accumulate(self, valid_slots: int) -> None:
         """Add the gradient sums of the loaded row, which has this many supervised slots."""
-        forward, chunk, backward, _ = self._pieces
-        forward()
+        self._run_to_losses(valid_slots)
+        self._pieces.backward()
+
+    def measure(self, valid_slots: int, finite: Tensor) -> None:
+        """Add the metric sums of the loaded held-out row to `measured`; `finite`, [] bool: were its features?"""
+        self._run_to_losses(valid_slots)
+        self._pieces.measure()
+        self._state = None  # with it the activations
+        self.measured[-2].add_(~finite)
+
+    def _run_to_losses(self, valid_slots: int) -> None:
+        self._pieces.forward()
         for _ in range(-(-valid_slots // self._chunk)):
-            chunk()
-        backward()
+            self._pieces.chunk()
 
     def note(self, *, tokens: int, anchors: int, stop: bool) -> None:
         """Set what this drafter adds to the step's counts; before the exchange."""
@@ -292,7 +320,7 @@ class DrafterStep:
 
     def update(self) -> None:
         """Apply what `exchanged` holds, leave the step's numbers in `result`, and clear the gradients."""
-        self._pieces[3]()
+        self._pieces.update()
 
     @property
     def chunk(self) -> int:
@@ -301,12 +329,16 @@ class DrafterStep:
 
     def pieces(self) -> dict[str, Callable[[], None]]:
         """The pieces by name, for measuring; `accumulate` and `update` are how to train."""
-        return dict(zip(("forward", "chunk", "backward", "update"), self._pieces, strict=True))
+        return self._pieces._asdict()
 
     def read(self, result: Tensor) -> StepNumbers:
         """What a host copy of `result` says."""
         sums, rest = result[: self._sum_count].double(), result[self._sum_count :].tolist()
         return StepNumbers(sums, summarise(sums), rest[3], int(rest[0]), int(rest[1]), rest[2] > 0)
+
+    def read_measured(self, measured: Tensor) -> tuple[Mapping[str, float | list[float | None]], int, int]:
+        """The summary that a host copy of `measured` gives, and its two counts of rows."""
+        return summarise(measured[:-2]), int(measured[-2]), int(measured[-1])
 
     # ----------------------------------------------------------------------------------------------------- pieces
 
@@ -357,7 +389,7 @@ class DrafterStep:
 
     @torch.no_grad()
     def _one_chunk(self) -> None:
-        state = self._state
+        state = self._loaded()
         places = self._chunk_number * self._chunk + self._chunk_places
         teacher = None
         if state.teacher is not None and self._last_hidden is not None:
@@ -384,14 +416,24 @@ class DrafterStep:
         )
         return result.nll, result.loss, result.correct, result.gradient
 
+    @torch.no_grad()
+    def _measure(self) -> None:
+        state = self._loaded()
+        _, sums = self._run_weigh(state.slots, state.queries, state.label_mask)
+        self.measured[:-2] += sums
+
+    def _loaded(self) -> Forward:
+        assert self._state is not None, "the forward piece ran"
+        return self._state
+
     def _backward(self) -> None:
-        state = self._state
+        state = self._loaded()
         with torch.no_grad():
             gradient, sums = self._run_weigh(state.slots, state.queries, state.label_mask)
             self._sums += sums
             self._tail[: self._sum_count].copy_(self._sums)
         torch.autograd.backward(state.hidden, gradient)
-        del self._state  # with it the activations
+        self._state = None  # with it the activations
 
     def _weigh(self, slots: Tensor, queries: Tensor, label_mask: Tensor) -> tuple[Tensor, Tensor]:
         """Compiled. The weighted gradient of the hidden states [A*B, H], and the row's metric sums."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from itertools import pairwise
 from typing import Any
 
@@ -44,6 +45,17 @@ class Step(BaseModel):
         return f"{self.step}/{self.total_steps}" if self.total_steps else str(self.step)
 
 
+class HeldOut(BaseModel):
+    """A held-out line of metrics.jsonl: how the drafter did on conversations that it is not trained on."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+    step: int = Field(ge=0, lt=1 << 63)
+    loss: float | None = None
+    accept_length: float | None = None
+    rows: int | None = None
+
+
 class Progress(BaseModel):
     """The training so far."""
 
@@ -52,6 +64,7 @@ class Progress(BaseModel):
     last: Step
     age: float = Field(description="Seconds since metrics.jsonl grew, by the container's clock")
     history: tuple[Step, ...] = ()
+    held_out: HeldOut | None = Field(None, description="The newest measurement, which may be of an earlier step")
 
     @property
     def remaining(self) -> float | None:
@@ -129,6 +142,7 @@ class _Metrics(BaseModel):
     mtime: float | None
     steps: list[Any]
     last: Any
+    held_out: Any = None
 
 
 class _Raw(BaseModel):
@@ -223,7 +237,10 @@ def _progress(metrics: _Metrics, now: float) -> Progress | None:
     if last is None or metrics.mtime is None:
         return None
     history = tuple(step for step in map(_step, metrics.steps) if step is not None)
-    return Progress(last=last, age=max(0.0, now - metrics.mtime), history=history)
+    held_out = None
+    with contextlib.suppress(ValidationError):
+        held_out = HeldOut.model_validate(metrics.held_out)
+    return Progress(last=last, age=max(0.0, now - metrics.mtime), history=history, held_out=held_out)
 
 
 def quiet_after_of(progress: Progress | None) -> float:

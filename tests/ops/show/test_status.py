@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import time
+from typing import Any
 
 import pytest
 from rich.console import Console
@@ -54,6 +55,30 @@ def test_a_run_that_ended_has_no_time_left(container: Container) -> None:
     (folder / "exit.json").write_text(json.dumps({**WELL, "result": "signal", "exit_code": "killed"}))
     container.units["dflash-r1.service"] = ABSENT
     assert " left" not in shown(render.status_view(status(container.session(), "r1")))
+
+
+def test_the_last_measurement_on_held_out_rows_stands_beside_the_progress(container: Container) -> None:
+    folder = container.run("r1", alive(), steps=3)
+    with (folder / "metrics.jsonl").open("a") as stream:
+        for step, loss in ((1, 4.0), (2, 2.31)):
+            stream.write(json.dumps({"kind": "held_out", "step": step, "loss": loss, "accept_length": 2.4}) + "\n")
+        stream.write(json.dumps({"kind": "step", "step": 4, "total_steps": 20, "loss": 3.0}) + "\n")
+    answer = status(container.session(), "r1")
+    text = " ".join(shown(render.status_view(answer)).split())
+    assert "held out loss 2.310 accepts 2.40 at step 2" in text
+    assert answer.progress is not None
+    assert answer.progress.last.step == 4
+    assert answer.model_dump(mode="json")["progress"]["held_out"]["accept_length"] == 2.4
+
+
+@pytest.mark.parametrize("line", [{"kind": "held_out"}, {"kind": "held_out", "step": -1}, None])
+def test_status_shows_no_measurement_where_there_is_none(container: Container, line: dict[str, Any] | None) -> None:
+    folder = container.run("r1", alive(), steps=3)
+    with (folder / "metrics.jsonl").open("a") as stream:
+        stream.write(json.dumps(line) + "\n")
+    text = shown(render.status_view(status(container.session(), "r1")))
+    assert "3/20" in text
+    assert "held out" not in text
 
 
 def test_status_says_what_a_worker_runs_without_and_which_field_allows_it(container: Container) -> None:

@@ -115,7 +115,7 @@ def test_what_became_of_the_records_is_counted_and_said(
         ],
     )
     with caplog.at_level(logging.INFO):
-        rows = open_rows(data(path), target)
+        rows = open_rows(data(path), target).training
     found = rows.statistics
     assert (found.records, found.documents, found.unanchored, found.untellable, found.cut) == (5, 2, 3, 1, 1)
     assert found.cut_tokens > 0
@@ -147,7 +147,7 @@ def test_a_chat_with_an_image_is_counted_and_does_not_end_the_run(
     image = {"role": "user", "content": [{"type": "image_url"}, {"type": "text", "text": "What is it?"}]}
     path = jsonl(tmp_path / "a.jsonl", [{"messages": [image, CHAT[1]]}, {"messages": CHAT}])
     with caplog.at_level(logging.INFO):
-        rows = open_rows(data(path), target)
+        rows = open_rows(data(path), target).training
     assert (rows.statistics.documents, rows.statistics.unsupported) == (1, 1)
     assert "left out: 1 record, the first is a.jsonl line 1: the content of a message must be text" in caplog.text
     assert "1 without an anchor position, 1 with more than text;" in caplog.text
@@ -161,7 +161,7 @@ def test_reasoning_that_the_template_drops_is_counted_and_said(
     thinking = {"role": "assistant", "content": "<think>Somebody greets.</think>Good day, friend."}
     path = jsonl(tmp_path / "a.jsonl", [{"messages": CHAT}, {"messages": [CHAT[0], thinking]}])
     with caplog.at_level(logging.INFO):
-        rows = open_rows(data(path, chat_template=template), target)
+        rows = open_rows(data(path, chat_template=template), target).training
     assert rows.statistics.reasoning_dropped == 1
     assert "in 1 record the chat template drops the assistant's reasoning, the first is a.jsonl line 2;" in caplog.text
     assert "; 1 with reasoning that the chat template drops; " in caplog.text

@@ -23,10 +23,10 @@ def test_every_row_from_the_cursor_on_goes_to_one_drafter_which_sees_its_rows_in
     first = 0
     for drafters in processes:
         plan = RowPlan(drafters, first, everyone, accumulation, start, start + more, row)
-        for number in plan.rows():
-            drafter, k = plan.place(number)
-            assert 0 <= drafter < drafters
-            seen[first + drafter].append((k, number))
+        for planned in plan.rows():
+            assert 0 <= planned.drafter < drafters
+            assert not planned.held_out
+            seen[first + planned.drafter].append((planned.k, planned.number))
         first += drafters
     rows = everyone * accumulation
     for drafter, places in seen.items():

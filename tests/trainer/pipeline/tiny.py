@@ -14,7 +14,7 @@ from trainer.data.documents import Documents, Statistics
 from trainer.data.rows import RowSource
 from trainer.drafter.config import DrafterConfig
 from trainer.pipeline.supervisor import Pipeline
-from trainer.pipeline.types import Hooks, Outcome, StepReport, TrainState
+from trainer.pipeline.types import HeldOutReport, Hooks, Outcome, StepReport, TrainState
 from trainer.target.model import Target
 
 VOCABULARY, HIDDEN, LAYERS, BLOCK = 96, 32, 2, 4
@@ -57,8 +57,8 @@ def drafter_config() -> DrafterConfig:
     )
 
 
-def row_source(config: RunConfig) -> RowSource:
-    random = np.random.default_rng(0)
+def row_source(config: RunConfig, draw: int = 0, epochs: int | None = None) -> RowSource:
+    random = np.random.default_rng(draw)
     lengths = random.integers(10, 40, size=30)
     offsets = np.concatenate([[0], np.cumsum(lengths)])
     total = int(offsets[-1])
@@ -68,14 +68,14 @@ def row_source(config: RunConfig) -> RowSource:
         offsets=offsets.astype(np.int64),
         candidates=(lengths - 2).astype(np.int64),
         statistics=Statistics(records=30, documents=30, tokens=total, supervised=total),
-        content_hash="tiny",
+        content_hash=f"tiny {draw}",
     )
     data = config.data
     return RowSource(
         documents,
         sequence_length=data.sequence_length,
         anchors_per_row=data.anchors_per_row,
-        epochs=data.epochs,
+        epochs=epochs or data.epochs,
         seed=data.seed,
     )
 
@@ -109,12 +109,14 @@ class Recorder:
         self.saved_sums: list[torch.Tensor | None] = []
         self.compiled: list[dict[str, Any]] = []
         self.statuses: list[str] = []
+        self.held_out: list[HeldOutReport] = []
 
     def hooks(self, **others: Any) -> Hooks:
         known: dict[str, Any] = {
             "on_status": self.statuses.append,
             "on_compiled": self.compiled.extend,
             "on_step": self.steps.append,
+            "on_held_out": self.held_out.append,
             "save": self._save,
         }
         return Hooks(**{**known, **others})
@@ -133,6 +135,7 @@ def train(
     recorder: Recorder | None = None,
     start: TrainState | None = None,
     load_target: Callable[..., Target] = load_target,
+    source: RowSource | None = None,
     **hooks: Any,
 ) -> tuple[Recorder, Outcome]:
     recorder = recorder or Recorder()
@@ -140,10 +143,11 @@ def train(
     pipeline = Pipeline(
         config,
         drafter_config(),
-        row_source(config),
+        source or row_source(config),
         recorder.hooks(**hooks),
         start,
         load_target=lambda device: load_target(device, distils),
+        held_out=row_source(config, 1, epochs=1) if config.data.held_out is not None else None,
     )
     return recorder, pipeline.run()
 

@@ -29,7 +29,14 @@ def tensors(step: int, size: int = 64) -> dict[str, Tensor]:
 
 
 def write(
-    folder: Path, step: int, *, keep_last: int = 3, keep_best: bool = False, size: int = 64, **metrics: float
+    folder: Path,
+    step: int,
+    *,
+    keep_last: int = 3,
+    keep_best: bool = False,
+    size: int = 64,
+    held_out: str | None = None,
+    **metrics: float,
 ) -> Path:
     return save(
         folder,
@@ -37,7 +44,7 @@ def write(
         model=tensors(step, size),
         optimizer=tensors(-step, size),
         drafter_config={"block_size": 8},
-        run={"next_row": 2 * step},
+        run={"next_row": 2 * step} | ({"held_out": held_out} if held_out else {}),
         metrics=metrics,
         keep=CheckpointConfig(keep_last=keep_last, keep_best=keep_best),
     )
@@ -154,6 +161,20 @@ def test_a_damaged_checkpoint_takes_no_place_of_those_that_are_kept(tmp_path: Pa
     assert_holds(newest_valid(tmp_path), 10)
     write(tmp_path, 50, keep_last=1)
     assert steps(tmp_path) == [50]
+
+
+def test_the_best_is_the_best_on_held_out_rows_where_some_were_measured_on_the_newest_ones(tmp_path: Path) -> None:
+    def measure(step: int, training: float, held_out: float | None, rows: str = "a") -> list[int]:
+        metrics = {"accept_length": training} | ({"held_out_accept_length": held_out} if held_out is not None else {})
+        write(tmp_path, step, keep_last=1, keep_best=True, held_out=rows, **metrics)
+        return steps(tmp_path)
+
+    assert measure(10, 9.0, None) == [10]
+    assert measure(20, 2.0, 1.5) == [20]  # by another measure 10 was the best
+    assert measure(30, 3.0, 1.2) == [20, 30]
+    assert measure(40, 8.0, None) == [20, 40]
+    assert resolve(tmp_path / "best").step == 20
+    assert measure(50, 4.0, 1.0, "other rows") == [50]
 
 
 def test_a_damaged_checkpoint_is_never_the_best(tmp_path: Path) -> None:

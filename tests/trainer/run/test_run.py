@@ -126,6 +126,47 @@ def test_sigusr2_saves_and_goes_on_and_sigterm_saves_and_ends_with_zero(
     assert checkpoint.read(run.folder / f"checkpoints/step-{last:08d}").run()["next_row"] == last
 
 
+def test_conversations_held_out_are_measured_logged_and_decide_what_is_best(
+    tmp_path: Path, config: Path, source: Path, undisturbed: Run
+) -> None:
+    other = tmp_path / "other.jsonl"
+    other.write_text("".join(source.read_text().splitlines(keepends=True)[::-2]))
+    wishes = [f"data.held_out={other}", "data.held_out_every=8", "checkpoint.every=10", "checkpoint.keep_last=1"]
+    run = launch(config, tmp_path / "run", "--set", *wishes)
+    assert run.wait() == 0, run.log
+    assert losses(run) == losses(undisturbed)
+    assert weights(run, 40) == weights(undisturbed, 40)
+    lines = [line for line in run.metrics if line["kind"] == "held_out"]
+    assert [line["step"] for line in lines] == [8, 10, 16, 20, 24, 30, 32, 40]
+    assert all(line["loss"] > 0 and line["accept_length"] >= 1 for line in lines)
+    assert f"step 40 held out: loss {lines[-1]['loss']:.3f} accept {lines[-1]['accept_length']:.2f}, 3 rows" in run.log
+    lengths = {line["step"]: line["accept_length"] for line in lines if line["step"] % 10 == 0}
+    best = max(lengths, key=lambda step: (lengths[step], step))
+    assert run.checkpoints == sorted({best, 40})
+    found = checkpoint.resolve(tmp_path / "run" / "best")
+    assert (found.step, found.metrics["held_out_accept_length"]) == (best, lengths[best])
+
+
+def test_a_share_is_held_out_and_a_resumed_run_holds_out_the_same(tmp_path: Path, config: Path) -> None:
+    wishes = ["--set", "data.held_out=0.3", "data.held_out_every=5"]
+    whole = launch(config, tmp_path / "whole", *wishes)
+    assert whole.wait() == 0, whole.log
+    run = launch(config, tmp_path / "stopped", *wishes, "checkpoint.every=16")
+    run.until(lambda: 16 in run.checkpoints or len(run.steps) > 17)
+    run.kill(signal.SIGKILL)
+    run.wait()
+    run = launch(config, tmp_path / "stopped", *wishes, "checkpoint.every=16")
+    assert run.wait() == 0, run.log
+    assert "something changed" not in run.log
+    assert losses(run) == losses(whole)
+    measured = [
+        {line["step"]: line["loss"] for line in each.metrics if line["kind"] == "held_out" and line["step"] % 5 == 0}
+        for each in (whole, run)
+    ]
+    assert measured[0] == measured[1]
+    assert list(measured[0]) == list(range(5, 41, 5))
+
+
 def test_a_stopped_run_goes_on_where_it_was(tmp_path: Path, config: Path, undisturbed: Run) -> None:
     run = launch(config, tmp_path / "run")
     run.until(lambda: len(run.steps) >= 5)

@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from trainer.config.sections import TelemetryConfig
-from trainer.pipeline.types import StepReport
-from trainer.run.telemetry import Telemetry, TelemetryError, checkpoint_metrics, status_line
+from trainer.pipeline.types import HeldOutReport, StepReport
+from trainer.run.telemetry import Telemetry, TelemetryError, checkpoint_metrics, held_out_line, status_line
 from trainer.step.objective import slot_sums, summarise
 
 
@@ -148,6 +148,25 @@ def test_tensorboard_receives_the_scalars(tmp_path: Path) -> None:
     assert [event.step for event in events.Scalars("train/loss")] == [1, 2, 3]
     assert [event.value for event in events.Scalars("train/loss")] == pytest.approx([each.loss for each in reports])
     assert events.Scalars("workers/target 0/busy")[0].value == 0.5
+
+
+def test_a_measurement_has_a_line_of_its_own_and_its_own_plots(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    sink = telemetry(tmp_path, every=1, tensorboard=True)
+    measured = HeldOutReport(step=2, loss=2.5, accept_length=1.75, rows=32, skipped_rows=0, seconds=3.0)
+    sink.held_out(measured)
+    sink.held_out(dataclasses.replace(measured, step=4, loss=math.nan))
+    sink.close()
+    first, second = lines(tmp_path)
+    assert (first["kind"], first["step"], first["loss"], first["accept_length"]) == ("held_out", 2, 2.5, 1.75)
+    assert second["loss"] is None
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    assert [(event.step, event.value) for event in events.Scalars("held_out/loss")] == [(2, 2.5)]
+    assert [event.step for event in events.Scalars("held_out/accept_length")] == [2, 4]
+    assert held_out_line(measured) == "step 2 held out: loss 2.500 accept 1.75, 32 rows"
+    assert checkpoint_metrics(None, measured) == {"held_out_loss": 2.5, "held_out_accept_length": 1.75}
 
 
 def test_weights_and_biases_is_offline_unless_the_environment_says_otherwise(

@@ -114,14 +114,14 @@ def test_gradient_and_sums_equal_autograd_over_all_logits_at_once(objective: dic
 def test_only_the_chunks_that_hold_supervised_slots_meet_the_head(valid_anchors: int, chunks: int) -> None:
     step = make_step()
     ran = 0
-    forward, chunk, *others = step._pieces
+    chunk = step._pieces.chunk
 
     def counted() -> None:
         nonlocal ran
         ran += 1
         chunk()
 
-    step._pieces = (forward, counted, *others)
+    step._pieces = step._pieces._replace(chunk=counted)
     row = Row(  # one document, and anchors whose blocks end inside it: every slot of a valid anchor is supervised
         number=0,
         epoch=0,
@@ -137,6 +137,27 @@ def test_only_the_chunks_that_hold_supervised_slots_meet_the_head(valid_anchors:
     step.load(prepared.row, *features(0))
     step.accumulate(prepared.valid_slots)
     assert ran == chunks
+
+
+def test_a_measured_row_leaves_gradients_and_sums_as_they_are_and_keeps_no_activations() -> None:
+    used, fresh = make_step(), make_step()
+    row, held_out = rows(2)
+    for number, step in enumerate((used, fresh)):
+        step.load(row.row, *features(0))
+        step.accumulate(row.valid_slots)
+        if number == 0:
+            step.load(held_out.row, *features(1))
+            step.measure(held_out.valid_slots, torch.tensor(True))
+            assert step._state is None
+        step.load(row.row, *features(2))
+        step.accumulate(row.valid_slots)
+    assert torch.equal(used.exchanged, fresh.exchanged)
+    fresh.exchanged.zero_()
+    fresh._sums.zero_()
+    fresh.load(held_out.row, *features(1))
+    fresh.accumulate(held_out.valid_slots)
+    assert torch.equal(used.measured[:-2], fresh._sums)
+    assert used.measured[-2:].tolist() == [0, 0]
 
 
 def test_what_an_earlier_row_left_in_the_slots_that_do_not_run_changes_nothing() -> None:

@@ -71,7 +71,7 @@ def test_a_step_is_traced_whole_and_computes_what_the_eager_reference_does(
     monkeypatch.setattr(flex_module, "_validate_device", lambda *tensors: None)  # refuses gradients on a CPU
     config, objective = config_of(shape), ObjectiveConfig(distillation=distillation, head_chunk=64)  # type: ignore[arg-type]
     prepared = PreparedRow.of(row(), config.block_size, pin=False)
-    gradients = []
+    gradients, measured = [], []
     for mode in ("eager", "compiled"):
         step = step_of(config, objective)
         turn = Turn("drafter 0", CPU, None, mode)  # type: ignore[arg-type]
@@ -85,6 +85,9 @@ def test_a_step_is_traced_whole_and_computes_what_the_eager_reference_does(
         step.load(prepared.row, features, last_hidden)
         step.accumulate(prepared.valid_slots)
         gradients.append(step.exchanged.clone())
+        step.measure(prepared.valid_slots, torch.tensor(True))
+        assert torch.equal(step.exchanged, gradients[-1])
+        measured.append(step.measured.clone())
     report = turn.report()
     assert (report.compiled, report.graph_breaks, report.recompiles) == (True, 0, 0), report
     # prologue, epilogue, head, weights; and for each kind of layer one graph, plus one for the first, whose input
@@ -92,3 +95,4 @@ def test_a_step_is_traced_whole_and_computes_what_the_eager_reference_does(
     assert report.graphs == 4 + (2 if shape == "full" else 3)
     assert prepared.valid_slots > 50
     torch.testing.assert_close(gradients[1], gradients[0], rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(measured[1], measured[0], rtol=1e-4, atol=1e-4)
