@@ -98,7 +98,7 @@ def main() -> int:
     )
     parser.add_argument("--small-target", type=Path, default=REPOSITORY / ".cache" / "smollm2")
     parser.add_argument("--peers", type=Path, help="folder with the unpacked wheels of the peers")
-    parser.add_argument("--commit", help="what is measured, where git is not there to say it")
+    parser.add_argument("--commit", help="what is measured, where git is not there to say it, or says something else")
     options = parser.parse_args()
     if not torch.cuda.is_available():
         print("make gpu: this machine has no CUDA device that torch can use", file=sys.stderr)
@@ -143,8 +143,8 @@ def _begin(commit: str | None) -> Record:
     changes = git("status", "--porcelain", "--", ".", ":!benchmarks/results")
     record = Record(
         date=datetime.date.today().isoformat(),
-        commit=known or str(commit),
-        dirty=None if changes is None else bool(changes),
+        commit=commit or str(known),
+        dirty=None if changes is None or commit else bool(changes),
         trainer=trainer_hash(),
         machine=_machine(),
     )
@@ -219,6 +219,7 @@ def _bench(record: Record, options: argparse.Namespace) -> None:
         print(f"--- {name}", flush=True)
         gc.collect()
         torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
         torch._dynamo.reset()
         start = time.monotonic()
         try:
