@@ -221,7 +221,7 @@ def test_a_checkpoint_that_was_handed_over_but_not_begun_is_written_at_the_end(m
 
     def put(self: Ring[Any], k: int, item: Any, original: Any = Ring.put) -> None:
         original(self, k, item)
-        if isinstance(item, tuple):  # only checkpoints are
+        if isinstance(item, tuple) and isinstance(item[0], TrainState):
             handed_over.set()
 
     def work(self: CheckpointWorker) -> None:
