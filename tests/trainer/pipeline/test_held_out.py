@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,9 +14,11 @@ import pytest
 import torch
 
 from tests.trainer.launching import ranks
+from trainer.pipeline.drafter_worker import DrafterWorker
 from trainer.pipeline.plan import PlannedRow, RowPlan
 from trainer.pipeline.target_worker import TargetWorker
 from trainer.pipeline.types import StepReport
+from trainer.step.step import DrafterStep
 
 from . import tiny
 
@@ -84,12 +87,10 @@ def test_each_state_handed_over_by_steps_carries_its_own_measurement() -> None:
 
 
 def test_a_state_of_a_step_that_was_not_measured_carries_none() -> None:
-    wishes = iter([True])
-    recorder, _ = tiny.train(
-        config(every=100, optimizer={"max_steps": 60}), should_checkpoint=lambda: next(wishes, False)
-    )
-    assert recorder.saved[0].step < 60
-    assert [state.held_out is not None for state in recorder.saved] == [False, True]
+    recorder, _ = tiny.train(config(every=5, optimizer={"max_steps": 60}), should_checkpoint=lambda: True)
+    assert any(state.step > 5 and state.step % 5 for state in recorder.saved)
+    for state in recorder.saved:
+        assert (state.held_out.step if state.held_out is not None else None) == (None if state.step % 5 else state.step)
 
 
 def test_a_held_out_row_whose_features_are_not_finite_is_left_out_and_counted(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -107,19 +108,37 @@ def test_a_held_out_row_whose_features_are_not_finite_is_left_out_and_counted(mo
     assert all(report.loss > 0 for report in recorder.held_out)
 
 
-def test_a_stop_cuts_a_measurement_short_and_the_run_ends_after_the_same_step_for_all_drafters() -> None:
-    stop: list[StepReport] = []
+def test_a_stop_cuts_a_measurement_short_which_is_not_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    wanted = threading.Event()
+    measure, measured = DrafterWorker._measure, []
+
+    def stopped(self: DrafterWorker) -> None:
+        wanted.set()
+        assert self.shared.stop_requested.wait(30)
+        measure(self)
+
+    monkeypatch.setattr(DrafterWorker, "_measure", stopped)
+    monkeypatch.setattr(DrafterStep, "measure", lambda *arguments: measured.append(arguments))
+    recorder, outcome = tiny.train(config(every=2, drafters=2), should_stop=wanted.is_set)
+    assert (outcome.step, outcome.stopped) == (3, True)
+    assert measured == recorder.held_out == []
+    without, _ = tiny.train(tiny.run_config(drafters=2))
+    assert recorder.losses == without.losses[:3]
+    assert [(state.step, state.held_out) for state in recorder.saved] == [(3, None)]
+
+
+def test_a_run_that_all_agreed_to_stop_does_not_measure_at_its_end() -> None:
+    stop = threading.Event()
     recorder = tiny.Recorder()
 
     def on_step(report: StepReport) -> None:
         recorder.steps.append(report)
-        stop.append(report)
+        stop.set()
 
     settings = config(every=1, drafters=2, optimizer={"max_steps": 100_000})
-    _, outcome = tiny.train(settings, recorder, on_step=on_step, should_stop=lambda: len(stop) >= 3)
-    assert outcome.stopped
-    assert outcome.step == recorder.saved[-1].step < 100_000
-    assert recorder.held_out[-1].step <= outcome.step
+    _, outcome = tiny.train(settings, recorder, on_step=on_step, should_stop=stop.is_set)
+    assert outcome.step == recorder.saved[-1].step == len(recorder.steps) < 100_000
+    assert all(report.step < outcome.step for report in recorder.held_out)
 
 
 def test_two_processes_measure_what_one_process_with_all_drafters_does(tmp_path: Path) -> None:
