@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from dflash_ops.verbs.kill import KillReport
     from dflash_ops.verbs.launch import LaunchReport
     from dflash_ops.verbs.pull import Pulled
+    from dflash_ops.verbs.report import Reported
     from dflash_ops.verbs.trust import TrustReport
     from dflash_ops.verbs.wait import Waited
 
@@ -131,6 +132,13 @@ def show_pull(answer: Pulled) -> None:
         print(f"{name} was deleted by the trainer while it was pulled (checkpoint.keep_last says how many stay)")
     for name in answer.refused:
         print(f"left out because of its name: {name}")
+
+
+def show_report(answer: Reported) -> None:
+    """The file, and what it has no diagram of."""
+    print(answer.file)
+    for line in answer.missing:
+        print(f"not drawn: {line}")
 
 
 def show_env_build(report: BuildReport) -> None:
