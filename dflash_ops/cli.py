@@ -324,10 +324,7 @@ def report(
         Common.json = json
         opened = None if all(map(verb.is_folder, runs)) else stack.enter_context(session(container, json=json))
         if serve:
-            try:
-                verb.serve(opened, runs, port, lambda text: print(text, file=sys.stderr, flush=True))
-            except KeyboardInterrupt:
-                return
+            verb.serve(opened, runs, port, lambda text: print(text, file=sys.stderr, flush=True))
         else:
             show(verb.report(opened, runs, to), json=json, render=show_report)
 

@@ -10,9 +10,10 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from html import escape
-from http.server import BaseHTTPRequestHandler, HTTPServer
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Literal
@@ -182,7 +183,7 @@ class Live:
             del samples[:-_SAMPLES]
 
 
-def server(live: Live, port: int) -> HTTPServer:
+def server(live: Live, port: int) -> ThreadingHTTPServer:
     """A server on 127.0.0.1 that shows the page; port 0 takes a free one. Raises ConfigurationError if it is taken."""
 
     class Handler(BaseHTTPRequestHandler):
@@ -217,7 +218,7 @@ def server(live: Live, port: int) -> HTTPServer:
             """Requests of one's own browser are no news."""
 
     try:
-        return HTTPServer(("127.0.0.1", port), Handler)
+        return ThreadingHTTPServer(("127.0.0.1", port), Handler)
     except (OSError, OverflowError) as error:
         raise ConfigurationError(f"cannot listen on 127.0.0.1:{port}: {error}", "name another by --port") from error
 
@@ -229,4 +230,5 @@ def serve(session: Session | None, words: list[str], port: int, say: Callable[[s
         live.text()
         with server(live, port) as listening:
             say(f"http://127.0.0.1:{listening.server_port}/ shows it until Ctrl-C")
-            listening.serve_forever()
+            with suppress(KeyboardInterrupt):
+                listening.serve_forever()

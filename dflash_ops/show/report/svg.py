@@ -35,8 +35,15 @@ def draw(plot: Plot, prefix: str) -> str:
         raise ConfigurationError(
             "`dflash report` draws by matplotlib, which is not installed here", "pip install 'dflash-ops[report]'"
         ) from error
-    style = {"svg.fonttype": "none", "svg.hashsalt": prefix, "font.size": 8, "axes.formatter.useoffset": False}
-    with matplotlib.rc_context(style):
+    with matplotlib.rc_context(
+        {
+            "svg.fonttype": "none",  # text stays text: small, searchable
+            "svg.hashsalt": prefix,
+            "font.size": 8,
+            "axes.formatter.useoffset": False,
+            "text.usetex": False,  # whatever the user's own settings say
+        }
+    ):
         figure = Figure(figsize=(4.2, 2.5), layout="constrained")
         figure.patch.set_alpha(0)
         axes = figure.add_subplot()

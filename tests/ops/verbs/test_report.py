@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import http.client
 import json
+import re
+import signal
+import socket
+import subprocess
 import sys
 import threading
 from collections.abc import Iterator
@@ -107,6 +111,24 @@ def test_the_live_page_is_for_this_machine_and_for_reading_alone(live: tuple[ver
     assert ask(live[1], Host="evil.example:80")[0] == 403
     assert ask(live[1], "/../../etc/passwd")[0] == 404
     assert ask(live[1], method="POST")[0] == 501
+
+
+def test_a_browser_that_connects_and_asks_nothing_holds_nobody_up(live: tuple[verb.Live, int]) -> None:
+    with socket.create_connection(("127.0.0.1", live[1])):
+        assert ask(live[1])[0] == 200
+
+
+def test_ctrl_c_ends_the_live_page_well(tmp_path: Path) -> None:
+    folder = put(tmp_path / "pulled", files(steps=3))
+    command = [sys.executable, "-m", "dflash_ops.main", "report", str(folder), "--serve"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        found = re.match(r"http://127\.0\.0\.1:(\d+)/", process.stderr.readline())
+        assert found
+        assert ask(int(found[1]))[0] == 200
+        process.send_signal(signal.SIGINT)
+        assert process.wait(60) == 0
+        assert process.stderr.read() == ""
 
 
 def test_a_port_that_is_taken_is_named(live: tuple[verb.Live, int]) -> None:
