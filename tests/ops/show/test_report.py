@@ -97,8 +97,11 @@ def test_the_look_finds_what_is_wrong(tmp_path: Path) -> None:
     text = page(both()[:1], [], "now")
     broken = re.sub(r'(-series-0">\s*<path d=")[^"]*', r"\1", text, count=1)
     broken = broken.replace("</h1>", '</h1><div style="width:900px">wide</div><script>console.error(1)</script>')
+    broken = broken.replace("</style></head>", "svg text{font-size:40px!important}</style></head>")
     found = look(tmp_path, broken, 390)
     assert "Loss: a curve without points" in found["found"]
+    assert any("overlap" in fault for fault in found["found"])
+    assert any("outside of its drawing" in fault for fault in found["found"])
     assert any("wider than the window" in fault for fault in found["found"])
     assert found["console"]  # the page's own policy refuses the script
 
