@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 LAB := $(BIN)/python -m tests.lab.lab
 LAB_PACKAGES := lxc mmdebstrap openssh-server openssh-client sudo perl procps iproute2
-TEST_PACKAGES := zsh fish shellcheck nftables faketime g++ python3-dev
+TEST_PACKAGES := zsh fish shellcheck nftables faketime g++ python3-dev chromium
 
 .PHONY: help setup demo test check chaos overfit gpu tables lock lab-packages lab-up lab-down clean
 help:  ## this list

@@ -5,6 +5,7 @@ Annotations are evaluated here, not kept as text: Typer would compile those of e
 
 import sys
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -328,6 +329,33 @@ def push(
         with progress_bar() as progress:
             answer = verb.push(opened, verb.PushOptions(tuple(files), to, replace, keep_mode), progress)
         show(answer, json=json, render=show_push)
+
+
+@app.command()
+def report(
+    runs: Annotated[
+        list[str],
+        typer.Argument(help="Runs, or pulled folders (with a `/`)", metavar="RUN...", autocompletion=known_runs),
+    ],
+    container: ContainerOption = None,
+    to: Annotated[Path | None, typer.Option("--to", help="The file; default: report-RUN.html here")] = None,
+    serve: Annotated[bool, typer.Option("--serve", help="Show it live on 127.0.0.1 instead, until Ctrl-C")] = False,
+    port: Annotated[int, typer.Option("--port", help="Of --serve; 0: any free one", min=0, max=65535)] = 0,
+    json: JsonOption = False,
+) -> None:
+    """Write one HTML page of runs: curves, evaluation, compile report, facts, and what differs between them."""
+    if serve and (json or to is not None):
+        raise UsageError("--serve writes no file and prints no document", "leave out --json and --to")
+    with ExitStack() as stack:
+        from dflash_ops.show.answers import show_report
+        from dflash_ops.verbs import report as verb
+
+        Common.json = json
+        opened = None if all(map(verb.is_folder, runs)) else stack.enter_context(session(container, json=json))
+        if serve:
+            verb.serve(opened, runs, port, lambda text: print(text, file=sys.stderr, flush=True))
+        else:
+            show(verb.report(opened, runs, to), json=json, render=show_report)
 
 
 @app.command()

@@ -222,8 +222,8 @@ class CheckpointRequest(OneRun):
 
 
 class PullRequest(OneRun):
-    """`what`: checkpoints, metrics, log or all; `have`: bytes that are already there, by path; `kept`: sha256 of the
-    manifests of the checkpoints that are there in whole.
+    """`what`: checkpoints, metrics, log, all or report; `have`: bytes that are already there, by path; `kept`: sha256
+    of the manifests of the checkpoints that are there in whole.
     """
 
     what: str

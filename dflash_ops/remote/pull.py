@@ -23,10 +23,10 @@ _TEXT = (".jsonl", ".json", ".yaml", "log", ".md", ".txt")
 def main(request: PullRequest, channel: Channel) -> Dict[str, Any]:
     """Send files.
 
-    request: `root`; `run` or null; `what`: checkpoints, metrics, log or all; `have` {path: bytes already there};
-    `kept` {checkpoint: sha256 of its manifest} of those that are there in whole. Events: {run}; {plan: [[path, size]],
-    kept}; then for each file {begin: path, offset}, {size, packed} with data (zlib's if packed)…, {end: path, sha256,
-    size} or {vanished: path}. Result: {}. Raises Refusal when there is nothing.
+    request: `root`; `run` or null; `what`: checkpoints, metrics, log, all or report; `have` {path: bytes already
+    there}; `kept` {checkpoint: sha256 of its manifest} of those that are there in whole. Events: {run}; {plan: [[path,
+    size]], kept}; then for each file {begin: path, offset}, {size, packed} with data (zlib's if packed)…, {end: path,
+    sha256, size} or {vanished: path}. Result: {}. Raises Refusal when there is nothing.
     """
     paths = which.find_run(request["root"], request.get("run"))
     kept = _kept(paths, request["kept"])
@@ -68,6 +68,11 @@ def _kept(paths: RunPaths, kept: Dict[str, str]) -> List[str]:
 
 def _wanted(paths: RunPaths, what: str) -> Iterator[Tuple[str, int]]:
     """(path below the run's directory, size now): what is being written still grows, and is sent up to here."""
+    if what == "report":
+        evaluations = sorted(
+            name for name in os.listdir(paths.directory) if name.startswith("eval") and name.endswith(".json")
+        )
+        yield from _existing(paths, ["metrics.jsonl", "compile.json", "spec.json", "facts.json"] + evaluations)
     if what in ("metrics", "all"):
         yield from _existing(paths, ["metrics.jsonl", "compile.json"])
     if what in ("log", "all"):

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from dflash_ops.verbs.launch import LaunchReport
     from dflash_ops.verbs.pull import Pulled
     from dflash_ops.verbs.push import Pushed
+    from dflash_ops.verbs.report import Reported
     from dflash_ops.verbs.trust import TrustReport
     from dflash_ops.verbs.wait import Waited
 
@@ -153,6 +154,13 @@ def show_push(answer: Pushed) -> None:
         print(f"{answer.container}:{answer.folder}/{path}")
     for path in answer.kept:
         print(f"{answer.container}:{answer.folder}/{path} was already there")
+
+
+def show_report(answer: Reported) -> None:
+    """The file, and what it has no diagram of."""
+    print(answer.file)
+    for line in answer.missing:
+        print(f"not drawn: {line}")
 
 
 def show_env_build(report: BuildReport) -> None:

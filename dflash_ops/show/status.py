@@ -245,7 +245,8 @@ def show_watch(statuses: Iterator[Status]) -> Status:
     try:
         with Live(console=screen, auto_refresh=False, vertical_overflow="crop") as live:
             for last in statuses:
-                live.update(Group(status_view(last, lines=6), Text(last.now.utc, style="dim")), refresh=True)
+                foot = Text(f"{last.now.utc}; curves: dflash report --serve {last.run}", style="dim")
+                live.update(Group(status_view(last, lines=6), foot), refresh=True)
     except KeyboardInterrupt:
         if last is None:
             raise

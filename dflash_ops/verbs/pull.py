@@ -28,7 +28,7 @@ from dflash_ops.transport.base import BadAnswer
 from dflash_ops.verbs.reconnect import lasting
 from dflash_ops.verbs.session import Session
 
-What = Literal["checkpoints", "metrics", "log", "all"]
+What = Literal["checkpoints", "metrics", "log", "all", "report"]
 PARTIAL = ".partial"
 _LARGEST_PIECE = 4 * 1024 * 1024
 # A remote path becomes a local one: nothing that could leave the folder, hide, or upset a terminal.

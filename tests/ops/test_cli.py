@@ -82,7 +82,8 @@ def test_help_loads_nothing_heavy() -> None:
         "import sys; sys.argv = ['dflash', '--help']\n"
         "from dflash_ops.main import main\n"
         "try: main()\nexcept SystemExit: pass\n"
-        "print([name for name in ('fabric', 'paramiko', 'pydantic', 'yaml', 'torch') if name in sys.modules])"
+        "heavy = ('fabric', 'paramiko', 'pydantic', 'yaml', 'torch', 'matplotlib')\n"
+        "print([name for name in heavy if name in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.splitlines()[-1] == "[]"
