@@ -7,6 +7,7 @@ import errno
 import json
 import os
 import re
+import stat
 import time
 from typing import Any, Dict, Iterator, List, Optional, Tuple
 
@@ -80,6 +81,8 @@ def tree_bytes(path: str) -> int:
 def tail_lines(path: str, lines: int, limit: int = 64 * 1024) -> List[str]:
     """The last lines of a text file, in at most `limit` bytes; empty when there is no file."""
     try:
+        if not stat.S_ISREG(os.stat(path).st_mode):  # opening a FIFO would wait for a writer
+            return []
         with open(path, "rb") as stream:
             return last_lines(stream, lines, limit)
     except OSError:

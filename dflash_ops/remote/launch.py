@@ -161,7 +161,7 @@ def _forget_unstarted(paths: RunPaths) -> None:
     """Remove the directory of a run whose unit never existed."""
     with contextlib.suppress(Refusal):
         unit = systemd.unit_of(paths.unit)
-        if unit.get("LoadState") == "not-found" and not os.path.exists(paths.exit):
+        if unit.get("LoadState") in ("not-found", "masked") and not os.path.exists(paths.exit):
             shutil.rmtree(paths.directory, ignore_errors=True)
 
 

@@ -11,6 +11,7 @@ import contextlib
 import hashlib
 import os
 import re
+import stat
 import time
 import zlib
 from typing import BinaryIO, Optional, Tuple
@@ -153,6 +154,8 @@ class _Reader:
 
     def _open_path(self) -> Optional[BinaryIO]:
         try:
+            if not stat.S_ISREG(os.stat(self._paths.log).st_mode):  # opening a FIFO would wait for a writer
+                return None
             return open(self._paths.log, "rb", buffering=0)
         except OSError:
             return None

@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import re
+import stat
 import time
 from typing import Any, Dict, List, Optional
 
@@ -155,6 +156,8 @@ def log_of(path: str, lines: int) -> Dict[str, Any]:
         return {"kind": "missing"}
     except OSError as error:
         return {"kind": "error", "message": str(error)}
+    if not stat.S_ISREG(found.st_mode):  # opening a FIFO would wait for a writer
+        return {"kind": "error", "message": "%s is no ordinary file" % path}
     return {
         "kind": "file",
         "size": found.st_size,

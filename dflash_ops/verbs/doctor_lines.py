@@ -137,7 +137,7 @@ def node_lines(node: Node, entry: ContainerEntry) -> Iterator[Line]:
         yield fail("state", f"container {vmid} is on node {where}", f"point the container's host at {where}")
     elif node.status is None:
         said = visible(node.status_error.splitlines()[-1] if node.status_error else "nothing", 200)
-        yield unknown("state", f"`pct status {vmid}` said: {said}", "it needs root; dflash itself only enters")
+        yield unknown("state", f"`pct status {vmid}` said: {said}", _config_cure(said))
     elif "running" not in node.status:
         yield fail("state", f"container {vmid}: {visible(node.status)}", f"`pct start {vmid}` on the node")
     else:
@@ -238,7 +238,10 @@ def _disk_line(name: str, disk: DiskFacts) -> Line:
 
 def _files_line(hard: str) -> Line:
     if hard.isdigit() and int(hard) < _LOW_FILES:
-        cure = "set `lxc.prlimit.nofile: 1048576` in the container's configuration on the node"
+        cure = (
+            "raise `lxc.prlimit.nofile` in the container's configuration, but not above the node's own hard limit "
+            "(`prlimit --nofile --pid 1` there): with a higher one the container does not start"
+        )
         return warn("limits", f"at most {hard} open files", cure)
     return ok("limits", f"up to {hard} open files")
 
@@ -340,6 +343,17 @@ def gpu_lines(facts: Facts, node: Node | None) -> Iterator[Line]:
             names = sorted({device.name for device in devices})
             yield ok("gpu", f"{len(devices)} × {', '.join(names)}")
             for device in devices:
+                if device.utilization and device.utilization >= 50:
+                    used = [f"{device.utilization} %"]
+                    used += [f"{device.power:.0f} W"] if device.power is not None else []
+                    used += [f"{device.memory_used} MiB"] if device.memory_used is not None else []
+                    who = [holder for holder in (node.holders if node is not None else []) if holder.gpu == device.uuid]
+                    by = ", ".join(f"PID {one.pid} ({visible(one.where, 80)})" for one in who)
+                    yield warn(
+                        "gpu",
+                        f"GPU {device.index} is at work: {', '.join(used)}" + (f", held by {by}" if by else ""),
+                        "a run that shares it gets slower; `nvidia-smi` on the node shows whose it is",
+                    )
                 if device.fault:
                     yield warn("gpu", f"GPU {device.index}: {device.fault}", "see `dmesg | grep Xid` on the node")
             for row in reading.absent:

@@ -35,12 +35,20 @@ if [ -n "$policy" ]; then
     chmod +x "$policy"
 fi
 export DEBIAN_FRONTEND=noninteractive
-# shellcheck disable=SC2086 # a list of package names
-if ! { apt-get update && apt-get install --yes --no-install-recommends $missing; } >"$log" 2>&1 </dev/null; then
-    tail -n 15 "$log" >&2
-    echo "apt-get could not install:$missing (its last lines stand above)." >&2
-    exit 1
-fi
+install() {
+    # shellcheck disable=SC2086 # a list of package names
+    apt-get update && apt-get -o DPkg::Lock::Timeout=60 install --yes --no-install-recommends $missing
+}
+tries=60 # a machine that has just booted updates itself for a while, and holds apt's locks
+until install >"$log" 2>&1 </dev/null; do
+    if [ "$tries" = 0 ] || ! grep -q "Could not get lock" "$log"; then
+        tail -n 15 "$log" >&2
+        echo "apt-get could not install:$missing (its last lines stand above)." >&2
+        exit 1
+    fi
+    tries=$((tries - 1))
+    sleep 5
+done
 for package in $missing; do
     case $package in
     openssh-server) units="ssh.service" ;;

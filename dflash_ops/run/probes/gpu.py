@@ -227,7 +227,7 @@ def _read_rows(raw: RawGpu, ran: Ran) -> GpuReading:
     absent: list[str] = []
     driver: str | None = None
     for line in ran.stdout.splitlines():
-        cells = [cell.strip() for cell in re.split(r",\s", line.strip())]
+        cells = _cells(line, raw.fields)
         row = dict(zip(raw.fields, cells, strict=False))
         device = _read_row(row) if len(cells) == len(raw.fields) else None
         if device is not None and all(device.index != other.index for other in devices):
@@ -245,6 +245,16 @@ def _read_rows(raw: RawGpu, ran: Ran) -> GpuReading:
             return GpuUnknown(reason=reason, cure=cure)
     first = next((line.strip() for line in said.splitlines() if line.strip()), "nothing")
     return GpuUnknown(reason=f"nvidia-smi answered with status {ran.rc}: {visible(first, 200)}")
+
+
+def _cells(line: str, fields: Sequence[str]) -> list[str]:
+    """The cells of a row; commas that are too many belong to the GPU's name."""
+    cells = [cell.strip() for cell in re.split(r",\s", line.strip())]
+    more = len(cells) - len(fields)
+    if more > 0 and "name" in fields:
+        place = list(fields).index("name")
+        cells[place : place + more + 1] = [", ".join(cells[place : place + more + 1])]
+    return cells
 
 
 def _read_row(row: Mapping[str, str]) -> Device | None:

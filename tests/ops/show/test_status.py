@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import time
 from typing import Any
 
@@ -45,6 +46,15 @@ def test_a_progress_bar_does_not_hide_why_a_run_failed(container: Container) -> 
     assert "│ torch.OutOfMemoryError: CUDA out of memory" in text
     assert "│ saving 250/251" in text
     assert "249/251" not in text
+
+
+def test_a_fifo_in_place_of_the_log_is_said_and_not_waited_for(container: Container) -> None:
+    folder = container.run("r1", alive())
+    (folder / "log").unlink()
+    os.mkfifo(folder / "log")
+    answer = status(container.session(), "r1")
+    assert answer.log.kind == "unknown"
+    assert "is no ordinary file" in shown(render.status_view(answer))
 
 
 def test_a_run_that_ended_has_no_time_left(container: Container) -> None:

@@ -16,6 +16,7 @@ from dflash_ops.run.probes.gpu import (
     GpuReading,
     Ran,
     RawGpu,
+    _cells,
     read_gpu,
     role_of,
     roles_of,
@@ -109,3 +110,9 @@ def test_roles_on_the_same_gpus_are_not_compared() -> None:
 
 def test_a_role_whose_gpus_do_not_say_is_not_called_idle() -> None:
     assert work_by_role([gpu(0, 90), gpu(1, None, None)], GpuRoles(target=[0], drafters=[1])) is None
+
+
+def test_commas_in_a_gpu_s_name_are_the_name_s() -> None:
+    fields = ["index", "uuid", "name", "utilization.gpu"]
+    for name in ("NVIDIA H200", "NVIDIA H200, 141GB, SXM"):
+        assert _cells(f"0, GPU-1, {name}, 12", fields) == ["0", "GPU-1", name, "12"]
