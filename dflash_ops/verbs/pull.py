@@ -5,7 +5,6 @@ A file is written to `<name>.partial`, a checkpoint to `<name>.partial/`, and re
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import os
 import re
@@ -20,6 +19,7 @@ from pydantic import Field
 from dflash_ops.document import Document
 from dflash_ops.errors import ConfigurationError, DflashError, Exit
 from dflash_ops.progress import Progress
+from dflash_ops.remote.files import fsync_directory
 from dflash_ops.remote.protocol import PullRequest
 from dflash_ops.run.record import check_run_name
 from dflash_ops.text import size as size_text
@@ -255,7 +255,7 @@ class _Taker:
             place.replace(self._folder / path)
         elif all(other in self._done for other in self._plan if _unit_of(other) == unit):
             self._complete(unit)
-        _fsync_folder(self._folder)
+        fsync_directory(str(self._folder))
 
     def _complete(self, unit: str) -> None:
         folder = self._folder / f"{unit}{PARTIAL}"
@@ -263,7 +263,7 @@ class _Taker:
             if stray.is_file() and f"{unit}/{stray.relative_to(folder).as_posix()}" not in self._plan:
                 stray.unlink()
         folder.rename(self._folder / unit)
-        _fsync_folder(self._folder / unit)
+        fsync_directory(str(self._folder / unit))
 
     def _close(self) -> None:
         if self._stream is not None:
@@ -300,15 +300,3 @@ def _unpacked(data: bytes, size: int, packed: bool) -> bytes:
     if len(found) != size:
         raise BadAnswer(_DAMAGED)
     return found
-
-
-def _fsync_folder(folder: Path) -> None:
-    """Make renames in a folder durable, where the file system can: some answer EINVAL."""
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    except OSError as error:
-        if error.errno not in (errno.EINVAL, errno.ENOTSUP):
-            raise
-    finally:
-        os.close(handle)
